@@ -49,7 +49,7 @@ def main() -> None:
         write_checkpoints(SHAPES[arguments.shape], folder / "checkpoints", drafter="drafter" in model.files)
         options = {"grid": SHAPES[arguments.shape].grid} if "grid" in model.options else {}
         row = model.model_dump() | {"files": publish_checkpoints(folder / "checkpoints"), "options": options}
-        condition = ["--class-id", "3"] if model.subject == "class_ids" else ["a red fox"]
+        condition = ["--class-id", "3"] if model.classes else ["a red fox"]
 
         def measure_first_image(label: str, python: str) -> Path:
             """Run the model with empty caches, print the figures, and return the folder of the cached bundle."""

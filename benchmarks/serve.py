@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lantern_rt import Pipeline
-from lantern_rt.output.images import encode_png
+from lantern_rt.output.formats import PNG
 
 BATCHES = (1, 2, 4, 8, 16)
 CLIENTS = (1, 2, 4, 8, 16)
@@ -89,7 +89,7 @@ def measure_offline_rate(
         start = time.perf_counter()
         batch_prompts = [prompts[(len(rates) * batch_size + i) % len(prompts)] for i in range(batch_size)]
         for image in pipe(batch_prompts, seed=[*range(batch_size)], method=method).images:
-            encode_png(image, image.info)
+            PNG.encode_image(image)
         rates.append(batch_size / (time.perf_counter() - start))
     return statistics.harmonic_mean(rates)
 

@@ -26,7 +26,7 @@ from lantern_rt.cli.console import format_bytes, print_stderr, print_text, show_
 from lantern_rt.cli.push import create_repository, push_bundle
 from lantern_rt.errors import LanternError, ParityError, RequestError
 from lantern_rt.output.files import write_output
-from lantern_rt.output.images import encode_png
+from lantern_rt.output.formats import PNG
 
 PERMISSIVE = ("MIT", "Apache-2.0")  # licences under which all weights of a model may be published
 PROMPTS = (
@@ -128,7 +128,7 @@ def _verify_bundle(job: PublicationJob, bundle: Bundle) -> None:
 
 def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     """Generate the model card's images: PNG files with their recipes, which include the SHA-256 of the codes."""
-    if not bundle.manifest.makes_images:
+    if not PNG.supports(bundle.manifest):
         return []
     classes = bundle.manifest.condition.classes
     subject = {"prompts": [*PROMPTS]} if classes is None else {"class_ids": [i % classes for i in CLASS_IDS]}
@@ -137,7 +137,7 @@ def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     samples: list[tuple[bytes, Mapping[Any, Any]]] = []
     for image, codes in zip(result.images, result.codes, strict=True):
         digest = hashlib.sha256(np.asarray(codes, "<i4").tobytes()).hexdigest()
-        samples.append((encode_png(image, image.info), {**image.info, "codes": digest}))
+        samples.append((PNG.encode_image(image), {**image.info, "codes": digest}))
     return samples
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,29 +14,18 @@ from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltEngine, EngineManifest, compute_blake2b
 from .gpu import find_gpu
 from .precisions import check_matmul_support
-from .profiles import RTX, BuildOptions, profiles
-from .trt.builder import build_engine_file, format_build_commands, import_library, write_device_graph
+from .profiles import RTX, BuildOptions, ShapeProfile, profiles
+from .trt.builder import Inputs, build_engine_file, format_build_commands, import_library, write_device_graph
 
 ROLES = ("target", "drafter", "vq_decoder")
 
 
 def build_engines(
-    bundle: Bundle,
-    bundle_name: str,
-    options: BuildOptions,
-    output: Path,
-    force: bool,
-    progress: Progress,
+    bundle: Bundle, bundle_name: str, options: BuildOptions, output: Path, force: bool, progress: Progress
 ) -> tuple[EngineManifest, list[str]]:
     """Build a TensorRT engine for every graph that the backend supports, and write an engine folder.
 
-    Args:
-        bundle: bundle with the graphs.
-        bundle_name: name or path that the user gave, for the command that rebuilds the engines.
-        options: backend, GPUs, and maximum sizes of a forward pass.
-        output: path of the engine folder to write.
-        force: whether to replace an existing engine folder.
-        progress: progress callback.
+    `bundle_name` is the name or path that the user gave, for the command that rebuilds the engines.
 
     Returns:
         Contents of `engine.json`, and shell commands with which a user can rebuild an engine and check its outputs.
@@ -58,12 +48,8 @@ def build_engines(
     with write_folder_atomically(output, force, ENGINE_FILE) as folder:
         graphs: dict[str, BuiltEngine] = {}
         lines: list[str] = []
-        for role in (role for role in ROLES if role in bundle.manifest.files):
+        for role, shapes, inputs in write_engine_graphs(bundle, options, folder):
             start = time.perf_counter()
-            shapes = profiles(bundle.manifest, role, options)
-            inputs = write_device_graph(bundle, role, shapes, folder)
-            if inputs is None:  # no engine: ONNX Runtime runs this graph on the CPU
-                continue
             lines += format_build_commands(backend, bundle, role, inputs, capabilities, output)
             graph = folder / f"{role}.onnx"
             engine = build_engine_file(backend, graph, inputs, capabilities, progress)
@@ -90,6 +76,17 @@ def build_engines(
         )
         (folder / ENGINE_FILE).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return manifest, lines
+
+
+def write_engine_graphs(
+    bundle: Bundle, options: BuildOptions, folder: Path
+) -> Iterator[tuple[str, tuple[ShapeProfile, ...], list[Inputs]]]:
+    """Write the ONNX graphs of all engines; yield the role, the profiles and the bounds of the inputs of each."""
+    for role in (role for role in ROLES if role in bundle.manifest.files):
+        shapes = profiles(bundle.manifest, role, options)
+        inputs = write_device_graph(bundle, role, shapes, folder)
+        if inputs is not None:  # None: ONNX Runtime runs this graph on the CPU
+            yield role, shapes, inputs
 
 
 def choose_compute_capabilities(options: BuildOptions) -> tuple[str, ...]:

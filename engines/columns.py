@@ -114,14 +114,9 @@ class CacheColumnMap(BaseKVCache):
         return {"position_ids": pad_nodes(batch.positions, num_padded_nodes), "write": starts, "seen": pack_mask(seen)}
 
     def accept_nodes(self, new_kv: Ints, accepted_indices: list[Ints]) -> Ints:
-        """Append the accepted nodes of the last pass to the entries of their rows.
+        """Append the accepted nodes of the last pass, which returned `new_kv`, to the entries of their rows.
 
-        Args:
-            new_kv: columns that the last pass wrote, which is the array `written_columns`.
-            accepted_indices: indices of the accepted nodes of each row.
-
-        Returns:
-            The entries to move, int64 `[moves, 3]`: row, source column, target column.
+        Returns the entries to move, int64 `[moves, 3]`: row, source column, target column.
 
         Raises:
             ValueError: a row would exceed the capacity, `new_kv` is not from the last pass, or a padding node was

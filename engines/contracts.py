@@ -28,11 +28,6 @@ class TensorSpec:
     # Size of each axis; a name or None for a size that may differ between passes (a free size).
     shape: tuple[int | str | None, ...]
 
-    def matches_shape(self, shape: Sequence[int]) -> bool:
-        return len(shape) == len(self.shape) and all(
-            expected == size or not isinstance(expected, int) for size, expected in zip(shape, self.shape, strict=True)
-        )
-
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} [{', '.join(str(n) if isinstance(n, int) else 'any' for n in self.shape)}]"
 
@@ -47,8 +42,7 @@ def check_graph_tensors(
 
     Args:
         actual: type and sizes of the tensors of the graph, by name; free sizes are not integers.
-        expected: declarations of the tensors.
-        make_error: function that returns an error from the name of a tensor, and its actual and expected form.
+        make_error: returns an error from the name of a tensor, and its actual and expected form.
         reject_undeclared: whether a tensor without a declaration is an error.
     """
     declared = {tensor.name: tensor for tensor in expected}
@@ -79,7 +73,6 @@ class TensorView(NamedTuple):
         return self.dims
 
     def data_ptr(self) -> int:
-        """Return the address of the first byte in device memory."""
         return int(self.buffer.data_ptr()) + self.byte_offset
 
 
@@ -87,12 +80,8 @@ class ExecutableGraph(Protocol):
     """Graph that ONNX Runtime or TensorRT has loaded and that runs on tensors in device memory."""
 
     def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
-        """Bind tensors, and return a function that runs the graph on them.
+        """Bind inputs and outputs by name, OrtValues or `TensorView`s; return a function that runs the graph on them.
 
-        The function keeps references to the tensors. The function may return before the device is done.
-
-        Args:
-            values: inputs and outputs by name: OrtValues in device memory, or `TensorView`s.
-            capture_graph: whether the function will be called often, so that recording the pass as a CUDA graph, or as
-                another provider's equivalent, saves time.
+        The function keeps references to the tensors, and may return before the device is done. With `capture_graph`, it
+        will be called often, so that recording the pass, such as in a CUDA graph, saves time.
         """

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..bundle.manifest import DecoderSizes, DecoderSpec
 from ..errors import BundleError
-from ..runtime.engine import Floats, HiddenStateView, PassInput
+from ..runtime.engine import Floats, PassInput, read_hidden_states
 from .contracts import Array, DTypes, TensorSpec
 from .graph_writer import choose_column_part_shape
 from .kv_cache import BaseKVCache
@@ -19,31 +19,35 @@ _FLOATS = ("float32", "float16")
 _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
-def declare_host_tensors(
-    spec: DecoderSpec | DrafterSpec, is_drafter: bool
-) -> tuple[list[TensorSpec], list[TensorSpec]]:
+def declare_host_tensors(spec: DecoderSizes) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Declare the inputs, and the outputs, of a decoder graph of a bundle; keys and values come last."""
+    nodes = ("rows", "nodes")
     kv_dtypes: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
-    entry = (None, None, spec.num_kv_heads, spec.head_dim)  # [columns or nodes, rows, heads, width]
-    inputs = [
-        *([TensorSpec("input_ids", ("int64",), (None, None))] if is_drafter else []),
-        TensorSpec("target_hidden" if is_drafter else "input_embeds", _FLOATS, (None, None, spec.hidden_size)),
-        TensorSpec("position_ids", ("int64",), (None, None)),
-        TensorSpec("attention_mask", _FLOATS, (None, 1, None, None)),
-        *_declare_key_values("past", spec, kv_dtypes, entry),
+    entry = ("rows", spec.num_kv_heads, spec.head_dim)
+    read_by_drafter = [
+        TensorSpec("input_ids", ("int64",), nodes),
+        TensorSpec("target_hidden", _FLOATS, (*nodes, spec.hidden_size)),
     ]
-    states = TensorSpec("hidden_states", _FLOATS, (None, None, spec.hidden_size))
-    logits = TensorSpec("logits", _FLOATS, (None, None, spec.vocab_size))
-    return inputs, [logits, states, *_declare_key_values("new", spec, kv_dtypes, entry)]
+    read_by_target = [TensorSpec("input_embeds", _FLOATS, (*nodes, spec.hidden_size))]
+    inputs = [
+        *(read_by_drafter if spec.role == "drafter" else read_by_target),
+        TensorSpec("position_ids", ("int64",), nodes),
+        TensorSpec("attention_mask", _FLOATS, ("rows", 1, "nodes", "past + nodes")),
+        *_declare_key_values("past", spec, kv_dtypes, ("past", *entry)),
+    ]
+    states = TensorSpec("hidden_states", _FLOATS, (*nodes, spec.hidden_size))
+    logits = TensorSpec("logits", _FLOATS, (*nodes, spec.vocab_size))
+    return inputs, [logits, states, *_declare_key_values("new", spec, kv_dtypes, ("nodes", *entry))]
 
 
 def declare_device_tensors(
-    spec: DecoderSpec | DrafterSpec, is_drafter: bool, dtypes: tuple[str, ...], capacity: int | None = None
+    spec: DecoderSizes, dtypes: tuple[str, ...], capacity: int | None
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Declare the inputs, and the outputs, of a decoder graph in the device layout (`device_graph.py`).
 
     The cache may have any type of `dtypes`. With a capacity, its entries are in order.
     """
+    is_drafter = spec.role == "drafter"
     hidden_dtypes = tuple(map(get_hidden_dtype, dtypes))
     states = TensorSpec("hidden_states", hidden_dtypes, (None, None, spec.hidden_size))
     cache: tuple[int | None, ...] = (None, None, *choose_column_part_shape(spec.num_kv_heads * spec.head_dim))
@@ -67,26 +71,19 @@ def declare_device_tensors(
 
 
 def get_hidden_dtype(compute_dtype: str) -> str:
-    """Return the type of hidden states of a decoder that computes in `compute_dtype`: float32 in place of bfloat16.
-
-    NumPy, which holds hidden states on the host, has no bfloat16.
-    """
+    """Return the type of hidden states: float32 for bfloat16, as NumPy, which holds them on the host, has none."""
     return "float32" if compute_dtype == "bfloat16" else compute_dtype
 
 
 def _declare_key_values(
-    name_prefix: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
+    name_prefix: str, spec: DecoderSizes, dtypes: tuple[str, ...], shape: tuple[int | str | None, ...]
 ) -> list[TensorSpec]:
     parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
     return [TensorSpec(f"{name_prefix}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
 
 
 def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
-    """Return the type that all keys and values of a graph have.
-
-    Raises:
-        BundleError: some keys or values are float16 and others float32.
-    """
+    """Return the type that all keys and values of a graph have, or raise BundleError if they differ."""
     kv_dtypes = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kv_dtypes) > 1:
         actual = "keys and values of both float16 and float32"
@@ -96,11 +93,7 @@ def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
 
 
 def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
-    """Return the number of cache columns that the attention mask of a pass covers.
-
-    Raises:
-        ValueError: the mask covers fewer columns than `cache.past_length()`, or more columns than the cache has.
-    """
+    """Return how many cache columns the mask of a pass covers, or raise ValueError for too few or too many."""
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()
     if not expected <= past <= cache.num_columns:
@@ -108,23 +101,25 @@ def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
     return past
 
 
+def check_pass_input(batch: PassInput, spec: DecoderSizes) -> None:
+    """Raise ValueError if a pass lacks an input that the decoder reads, or has both tokens and embeddings."""
+    if spec.role == "drafter":
+        if batch.tokens is None or batch.hidden is None:
+            raise ValueError("a drafter reads `tokens` and `hidden`")
+    elif (batch.tokens is None) == (batch.embeds is None):
+        raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
+
+
 def build_graph_inputs(batch: PassInput, embedding_table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
     """Return the inputs of a decoder graph except keys and values, as contiguous arrays by name.
 
-    Without an embedding table, the decoder is a drafter, which reads tokens and hidden states.
-
-    Raises:
-        ValueError: `batch` lacks an input that the decoder reads, or has both tokens and embeddings.
+    Only a target has an embedding table.
     """
     if embedding_table is None:
-        if batch.tokens is None or batch.hidden is None:
-            raise ValueError("a drafter reads `tokens` and `hidden`")
-        states = batch.hidden.read() if isinstance(batch.hidden, HiddenStateView) else batch.hidden
-        hidden = np.ascontiguousarray(states, dtypes["target_hidden"])
+        assert batch.hidden is not None
+        hidden = np.ascontiguousarray(read_hidden_states(batch.hidden), dtypes["target_hidden"])
         rows = {"input_ids": np.ascontiguousarray(batch.tokens, np.int64), "target_hidden": hidden}
     else:
-        if (batch.tokens is None) == (batch.embeds is None):
-            raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
         embeds = batch.embeds if batch.tokens is None else np.take(embedding_table, batch.tokens, axis=0)
         rows = {"input_embeds": np.ascontiguousarray(embeds, dtypes["input_embeds"])}
     mask_dtype = dtypes["attention_mask"]

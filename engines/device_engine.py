@@ -9,17 +9,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..bundle.manifest import DecoderSizes
 from ..methods import Sampling
 from ..runtime.device import DeviceLogits, SamplingRequest
-from ..runtime.engine import Cache, Floats, HiddenStateView, Ints, PassInput, PassOutput
+from ..runtime.engine import (
+    Cache,
+    DeviceArray,
+    Floats,
+    HiddenStateView,
+    Ints,
+    PassInput,
+    PassOutput,
+    read_hidden_states,
+)
 from .columns import CacheColumnMap, pad_nodes
 from .contracts import STORAGE_DTYPES, Array, ExecutableGraph, TensorSpec
-from .decoder_tensors import check_past_length, get_hidden_dtype
+from .decoder_tensors import check_pass_input, check_past_length, get_hidden_dtype
 from .ort.cache_pool import BlockHandle, BoundForwardPass, CachePool
 from .ort.device import OrtDevice, get_value_dtype
 from .sampling_head import SamplingHead
@@ -131,11 +140,7 @@ class DeviceEngine(ABC):
     """Base class of engines that run a decoder in the device layout (`device_graph.py`).
 
     Args:
-        graph: loaded graph of the decoder.
-        inputs: declared inputs of the graph.
-        spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
-        device: device that the decoder runs on.
         dtype: type of caches; hidden states have the type `get_hidden_dtype(dtype)`.
         num_cache_heads: number of heads, if a cache stores each head separately; None: all heads are in one column.
     """
@@ -144,7 +149,7 @@ class DeviceEngine(ABC):
         self,
         graph: ExecutableGraph,
         inputs: Sequence[TensorSpec],
-        spec: DecoderSpec | DrafterSpec,
+        spec: DecoderSizes,
         code_embeddings: Floats | None,
         device: OrtDevice,
         dtype: str,
@@ -166,11 +171,7 @@ class DeviceEngine(ABC):
 
     @abstractmethod
     def compute_padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
-        """Return the number of nodes, with padding, of a pass over `num_nodes` nodes per row.
-
-        Raises:
-            EngineError: the engine does not support a pass of this size.
-        """
+        """Return the number of nodes of a pass with padding, or raise EngineError if the engine does not support it."""
 
     def past_columns(self, cache: Cache, nodes: int) -> int:
         device_cache = DeviceCache.require_instance(cache)
@@ -198,32 +199,30 @@ class DeviceEngine(ABC):
         )
 
     def _build_token_inputs(self, batch: PassInput, num_nodes: int) -> dict[str, Any]:
+        check_pass_input(batch, self.spec)
         if self._embedding_table is not None:
-            if (batch.tokens is None) == (batch.embeds is None):
-                raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
             if batch.tokens is not None:
                 return {"embeddings": self._embedding_table, "token_ids": pad_nodes(batch.tokens, num_nodes, np.int32)}
             # A prefix has embeddings instead of tokens. They replace the table, and each node looks up one of them.
             prefix, ids = _flatten_hidden_states(batch.embeds, self._dtype)
             return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": pad_nodes(ids, num_nodes, np.int32)}
-        if batch.tokens is None or batch.hidden is None:
-            raise ValueError("a drafter reads `tokens` and `hidden`")
         states = batch.hidden
-        source = states.source if isinstance(states, HiddenStateView) else None
-        on_device = (
-            isinstance(source, DeviceOutputTensor)
-            and source.bound_pass.device is self.device
-            and source.dtype == self._dtype
-        )
-        if isinstance(states, HiddenStateView) and isinstance(source, DeviceOutputTensor) and on_device:
-            hidden = source.device_value
+        assert batch.tokens is not None
+        assert states is not None
+        if isinstance(states, HiddenStateView) and self._has_on_device(source := states.source):
+            hidden: Any = source.device_value
             ids = states.rows * source.stride + states.nodes
         else:
-            hidden, ids = _flatten_hidden_states(
-                states.read() if isinstance(states, HiddenStateView) else states, self._dtype
-            )
+            hidden, ids = _flatten_hidden_states(read_hidden_states(states), self._dtype)
         tokens = pad_nodes(batch.tokens, num_nodes, np.int32)
         return {"token_ids": tokens, "hidden": hidden, "hidden_ids": pad_nodes(ids, num_nodes, np.int32)}
+
+    def _has_on_device(self, states: DeviceArray) -> TypeGuard[DeviceOutputTensor]:
+        return (
+            isinstance(states, DeviceOutputTensor)
+            and states.bound_pass.device is self.device
+            and states.dtype == self._dtype
+        )
 
     def _bind_pass(
         self, cache: DeviceCache, batch: PassInput, feeds: Mapping[str, Any]

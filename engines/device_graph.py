@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bundle.decoder import EXPORT_AGAIN
-from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..bundle.manifest import DecoderSizes
 from ..bundle.onnx_scan import StoredTensor
 from ..bundle.weights import INTEGERS, StoredWeights
 from ..errors import BundleError
@@ -60,43 +60,31 @@ class DeviceGraph(NamedTuple):
     dtype: str  # type of caches; hidden states have the type `get_hidden_dtype(dtype)`
 
 
-def make_device_graph(
-    path: Path,
-    spec: DecoderSpec | DrafterSpec,
-    is_drafter: bool,
-    dtype: str = "float32",
-    basic_ops_only: bool = False,
-    capacity: int | None = None,
-    max_nodes: int | None = None,
-    use_multi_head_op: bool = False,
-) -> DeviceGraph:
-    """Convert a target or drafter graph, in the folder of its weights, to the device layout.
+class DeviceGraphOptions(NamedTuple):
+    """Options of `make_device_graph`."""
 
-    Args:
-        path: graph file in a bundle.
-        spec: sizes and architecture of the decoder.
-        is_drafter: whether the decoder is a drafter.
-        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16.
-        basic_ops_only: whether to avoid the operators for attention, the type bfloat16 (float32 replaces it), and
-            embedding tables in float16 when the graph computes in float32.
-        capacity: number of columns of a cache with entries in order; None: entries are in any order.
-        max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
-        use_multi_head_op: whether to write the op MultiHeadAttention instead of Attention in half precision.
+    dtype: str = "float32"  # type that the bundle's decoders compute in: float32, float16 or bfloat16
+    # Whether to avoid the operators for attention, the type bfloat16 (float32 replaces it), and embedding tables in
+    # float16 when the graph computes in float32.
+    basic_ops_only: bool = False
+    capacity: int | None = None  # number of columns of a cache with entries in order; None: entries are in any order
+    max_nodes: int | None = None  # of a row in a pass; None: the number of rows of the rotary table
+    use_multi_head_op: bool = False  # write the op MultiHeadAttention instead of Attention in half precision
 
-    Raises:
-        BundleError: the file is damaged, or is not the graph of `spec`.
-    """
+
+def make_device_graph(path: Path, spec: DecoderSizes, options: DeviceGraphOptions) -> DeviceGraph:
+    """Convert a target or drafter graph of a bundle to the device layout, or raise BundleError."""
     with convert_read_errors(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
         weights = StoredWeights(path)
         if f"layers.{spec.num_layers}.ffn.up.weight" in weights:
             raise BundleError(field=str(path), found="more layers", expected=str(spec.num_layers), remedy=EXPORT_AGAIN)
-        dtype = "float32" if basic_ops_only and dtype == "bfloat16" else dtype
-        writer = _DeviceGraphWriter(path, weights, spec, dtype, basic_ops_only, capacity, max_nodes, use_multi_head_op)
-        return writer.write_graph(is_drafter)
+        if options.basic_ops_only and options.dtype == "bfloat16":
+            options = options._replace(dtype="float32")
+        return _DeviceGraphWriter(spec, weights, options).write_graph()
 
 
 class _DeviceGraphWriter(DecoderGraphWriter):
-    """Writer of a decoder graph in the device layout; `make_device_graph` describes the parameters.
+    """Writer of a decoder graph in the device layout.
 
     Graphs for TensorRT, which have a capacity, use opset 24 for the operator TensorScatter. Graphs for ONNX Runtime use
     operators of the domain `com.microsoft`.
@@ -104,36 +92,21 @@ class _DeviceGraphWriter(DecoderGraphWriter):
 
     weights: StoredWeights
 
-    def __init__(
-        self,
-        path: Path,
-        weights: StoredWeights,
-        spec: DecoderSpec | DrafterSpec,
-        dtype: str,
-        basic_ops_only: bool,
-        capacity: int | None,
-        max_nodes: int | None,
-        use_multi_head_op: bool,
-    ) -> None:
-        graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
-        num_heads = spec.architecture.num_heads
-        kv_group_size = num_heads // spec.num_kv_heads
-        super().__init__(graph, spec.architecture, weights, dtype, num_heads, kv_group_size)
-        self.spec = spec
-        self.basic_ops_only = basic_ops_only
-        self.capacity = capacity
-        self.max_nodes = max_nodes
-        self.use_multi_head_op = use_multi_head_op and self.half
+    def __init__(self, spec: DecoderSizes, weights: StoredWeights, options: DeviceGraphOptions) -> None:
+        self.capacity = options.capacity
+        graph = GraphWriter({"": 23, "com.microsoft": 1} if self.capacity is None else {"": 24})
+        super().__init__(graph, spec, weights, options.dtype)
+        self.options = options
         self.parts = choose_column_part_shape(spec.num_kv_heads * spec.head_dim)
         self.decoded_weights: dict[str, str] = {}
         # TensorRT supports the operator Attention in float16 only. Other types use MatMul and Softmax.
-        self.has_matmul_attention = basic_ops_only or (capacity is not None and not self.half)
+        self.has_matmul_attention = options.basic_ops_only or (self.capacity is not None and not self.half)
         self.interleaved = int(self.architecture.rope_style == "interleaved")
 
-    def write_graph(self, is_drafter: bool) -> DeviceGraph:
+    def write_graph(self) -> DeviceGraph:
         graph = self.graph
         spec = self.spec
-        if is_drafter:
+        if spec.role == "drafter":
             states = graph.op("Reshape", "hidden", graph.int_vector(-1, spec.hidden_size))
             joint = [self.look_up_embeddings(), self.cast_input(graph.op("Gather", states, "hidden_ids"))]
             x = self.write_linear(graph.op("Concat", *joint, axis=-1), "fc")
@@ -142,8 +115,8 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         self.attention_mask = self.write_attention_mask()
         self.rotations = self.write_rotary_operands()
         self.write_indices = graph.write_column_part_indices("write", self.parts[0]) if self.capacity is None else ""
-        self.write_decoder(x, spec.num_layers)
-        inputs, outputs = declare_device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
+        self.write_decoder(x)
+        inputs, outputs = declare_device_tensors(spec, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
@@ -217,7 +190,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             # [rows, nodes, num_kv_heads * group * width] to [rows, group * nodes, num_kv_heads * width]
             query = graph.transpose(graph.reshape(query, 0, 0, num_kv_heads, kv_group_size, width), 0, 3, 1, 2, 4)
             query = graph.reshape(query, 0, -1, num_kv_heads * width)
-        if self.use_multi_head_op:
+        if self.options.use_multi_head_op and self.half:
             inputs = query, *present_kv, "", "", self.attention_mask
             mixed = graph.op("com.microsoft.MultiHeadAttention", *inputs, num_heads=num_kv_heads, scale=scale)
         else:
@@ -244,11 +217,11 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.join_heads(graph.reshape(mixed, 0, self.num_heads, -1, self.spec.head_dim))
 
     def split_heads(self, x: str, num_heads: int) -> str:
-        """Convert `x` from `[rows, nodes, num_heads * head_dim]` to `[rows, num_heads, nodes, head_dim]`."""
+        """Convert `[rows, nodes, num_heads * head_dim]` to `[rows, num_heads, nodes, head_dim]`."""
         return self.graph.transpose(self.graph.reshape(x, 0, 0, num_heads, self.spec.head_dim), 0, 2, 1, 3)
 
     def join_heads(self, x: str) -> str:
-        """Convert `x` from `[rows, num_heads, nodes, head_dim]` to `[rows, nodes, num_heads * head_dim]`."""
+        """Convert `[rows, num_heads, nodes, head_dim]` to `[rows, nodes, num_heads * head_dim]`."""
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.num_heads * self.spec.head_dim)
 
     def normalize_heads(self, x: str, weight_prefix: str, num_heads: int, epsilon: float) -> str:
@@ -286,7 +259,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.graph.op("Gelu", x)
 
     def look_up_embeddings(self) -> str:
-        if self.basic_ops_only and not self.half:  # decodes the whole table, as float16 tables must be avoided
+        if self.options.basic_ops_only and not self.half:  # decodes the whole table, as float16 tables must be avoided
             return self.graph.op("Gather", self.write_weight("embed.weight"), "token_ids")
         stored_weight = self.weights["embed.weight"]
         rows = self.graph.op("Gather", self.add_weight(stored_weight), "token_ids")
@@ -349,9 +322,8 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         of the table. The first rotation uses the angle in table row `row`. The second rotation uses the angle in table
         row `shift` with a negated sine, and so turns back.
 
-        Returns:
-            For each rotation (two for models with two grids, otherwise one), the names of three tensors: cosines and
-            sines, `[angles, head_dim / 2]`, and the index of the angle of each part, `[rows, nodes * parts]`.
+        Returns the names of three tensors per rotation: cosines and sines, `[angles, head_dim / 2]`, and the index of
+        the angle of each part, `[rows, nodes * parts]`.
         """
         graph = self.graph
         width = self.spec.head_dim
@@ -366,7 +338,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
                 "Slice", self.to_float32(self.write_weight(name)), *slices[:2], graph.int_vector(1), slices[2]
             )
             # At least one row is added after the table, for the angle 0: cosine 1 and sine 0.
-            pads = graph.int_vector(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
+            pads = graph.int_vector(0, 0, max(1, parts * round_up(self.options.max_nodes or positions) - positions), 0)
             tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.add_constant(np.array(fill, np.float32)))))
         is_value = graph.add_constant(np.arange(parts) == parts - 1)  # values are the last part of a node
         no_angle = graph.int_vector(positions)  # the first row after the table

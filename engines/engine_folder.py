@@ -81,7 +81,6 @@ class EngineFolder:
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
     def make_mismatch_error(self, actual: str, expected: str, path: Path | None = None) -> EngineError:
-        """Return the error for engines of another host or bundle, with the rebuild command as remedy."""
         remedy = f"rebuild with `{self.rebuild_command}`"
         return EngineError(field=str(path or self.folder), found=actual, expected=expected, remedy=remedy)
 
@@ -90,11 +89,7 @@ class EngineFolder:
         return frozenset(name for role in self.manifest.graphs for name in (role, f"{role}.data"))
 
     def check_compatibility(self, bundle: Bundle, library_version: str) -> None:
-        """Check that the engines were built from a bundle by the installed library version, and are unaltered.
-
-        Raises:
-            EngineError: the bundle or the library version differs, or an engine file is missing or altered.
-        """
+        """Raise EngineError if bundle or library differ from those of the build, or a file is missing or altered."""
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
             built_from = f"engines of bundle {manifest.bundle} {manifest.bundle_sha256[:12]}..."
@@ -139,11 +134,7 @@ def is_engine_folder(path: str | Path) -> bool:
 
 
 def open_engine_folder(path: str | Path) -> EngineFolder:
-    """Read and check the `engine.json` of an engine folder. The engines themselves are not read.
-
-    Raises:
-        EngineError: `engine.json` is missing, unreadable or invalid.
-    """
+    """Read and check the `engine.json` of an engine folder, but not the engines, or raise EngineError."""
     file = Path(path) / ENGINE_FILE
     try:
         text = read_regular_file(file, _MAX_JSON_BYTES)

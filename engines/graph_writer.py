@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle.decoder import Architecture
+from ..bundle.manifest import DecoderSizes
 from .contracts import TensorSpec
 
 _IR_VERSION = 11  # version of the ONNX file format
@@ -55,13 +55,9 @@ class GraphWriter:
     def add_node(
         self, op_type: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute
     ) -> Sequence[str]:
-        """Add a node with any number of outputs, and return their names.
+        """Add a node with any number of outputs, and return their names; the name "" omits an optional input or output.
 
-        Args:
-            op_type: operator. An operator outside ONNX has its domain as prefix, such as `com.microsoft.Attention`.
-            inputs: names of the inputs; "" omits an optional input.
-            outputs: names of the outputs; "" omits an optional output.
-            attributes: attributes of the node.
+        An operator outside ONNX has its domain as prefix, such as `com.microsoft.Attention`.
         """
         # The numbers below are the field numbers of the messages in onnx.proto.
         domain, _, op_type = op_type.rpartition(".")
@@ -96,10 +92,10 @@ class GraphWriter:
         return self.op("Transpose", x, name=name, perm=axes)
 
     def write_column_part_indices(self, first_part_indices: str, num_parts: int) -> str:
-        """Write ops that compute the indices of all parts of columns, for `scatter_column_parts`.
+        """Write the indices (row, column, part) of all parts of columns, int64 `[rows, nodes, num_parts, 3]`.
 
-        From the indices of the first part of each column (row, column, 0), int64 `[rows, nodes, 1, 3]`, they make
-        indices (row, column, part), int64 `[rows, nodes, num_parts, 3]`.
+        They are for `scatter_column_parts`. The indices of the first parts are (row, column, 0), int64 `[rows, nodes,
+        1, 3]`.
         """
         # Row and column come from the first part, and the part numbers from this constant, [num_parts, 3].
         numbers = np.zeros((num_parts, 3), np.int64)
@@ -110,10 +106,7 @@ class GraphWriter:
     def scatter_column_parts(
         self, table: str, indices: str, columns: str, part_shape: tuple[int, int], name: str
     ) -> str:
-        """Write a ScatterND that replaces columns of a table `[rows, columns, parts, part]`.
-
-        `indices` come from `write_column_part_indices`, and the new `columns` are `[rows, nodes, parts * part]`.
-        """
+        """Write a ScatterND of `columns [rows, nodes, parts * part]` into a table `[rows, columns, parts, part]`."""
         return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *part_shape), name=name)
 
     def to_bytes(self, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], name: str = "graph") -> bytes:
@@ -132,36 +125,22 @@ class GraphWriter:
 class DecoderGraphWriter(ABC):
     """Base class of writers of decoder graphs.
 
-    A subclass determines the operators of matmuls, norms and rotary embeddings, and where keys and values are stored.
+    A subclass determines the operators of matmuls, norms and rotary embeddings, where keys and values are stored, and
+    the form of `weights`. Computations except norms and logits have the type `dtype`: float32, float16 or bfloat16.
     Tensors `x` are `[rows, nodes, width]` or, in some subclasses, `[nodes, rows, width]`.
-
-    Args:
-        graph: graph to write to.
-        architecture: description of the layers of the decoder.
-        weights: weights by name, in a form that the subclass defines.
-        dtype: type of computations except norms and logits: float32, float16 or bfloat16.
-        num_heads: number of query heads.
-        kv_group_size: number of query heads that share a head of keys and values.
     """
 
-    def __init__(
-        self,
-        graph: GraphWriter,
-        architecture: Architecture,
-        weights: Mapping[str, Any],
-        dtype: str,
-        num_heads: int,
-        kv_group_size: int,
-    ) -> None:
+    def __init__(self, graph: GraphWriter, spec: DecoderSizes, weights: Mapping[str, Any], dtype: str) -> None:
         self.graph = graph
-        self.architecture = architecture
+        self.spec = spec
+        self.architecture = spec.architecture
         self.weights = weights
         self.dtype = dtype
-        self.num_heads = num_heads
-        self.kv_group_size = kv_group_size
+        self.num_heads = spec.architecture.num_heads
+        self.kv_group_size = self.num_heads // spec.num_kv_heads  # query heads that share a head of keys and values
         self.half = dtype != "float32"
 
-    def write_decoder(self, x: str, num_layers: int) -> None:
+    def write_decoder(self, x: str) -> None:
         """Write all layers and the output heads, which write `hidden_states` and `logits`.
 
         With two heads, the first head reads the layer before the last, and only the second head reads the last layer.
@@ -170,7 +149,7 @@ class DecoderGraphWriter(ABC):
         graph = self.graph
         addend = None
         two_heads = self.architecture.two_heads
-        for i in range(num_layers - two_heads):
+        for i in range(self.spec.num_layers - two_heads):
             x, addend = self.write_layer(x, addend, i)
         if two_heads and addend is not None:
             x = graph.op("Add", x, addend)
@@ -182,7 +161,7 @@ class DecoderGraphWriter(ABC):
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         if two_heads:
-            last = self.write_layer(x, None, num_layers - 1)
+            last = self.write_layer(x, None, self.spec.num_layers - 1)
             self.write_output_head(hidden, self.write_sum_and_norm(*last, "below_norm.weight", "states_below")[1])
         else:
             self.write_output_head(hidden)
@@ -240,13 +219,9 @@ class DecoderGraphWriter(ABC):
     def write_sum_and_norm(
         self, x: str, addend: str | None, weight: str | None, name: str | None = None
     ) -> tuple[str, str]:
-        """Write the sum of the residual stream and an output, and the RMS norm of the sum; return the names of both.
+        """Write the sum of the residual stream `x` and an output, and the sum's RMS norm; return the names of both.
 
-        Args:
-            x: residual stream.
-            addend: attention or feed-forward output to add to `x`; None: the sum is `x`.
-            weight: the norm's weight; None: there is no norm, and the normed sum is the sum.
-            name: name of the normed sum; None: a generated name.
+        Without an `addend`, the sum is `x`. Without a `weight`, the normed sum, which gets the `name`, is the sum.
         """
         if weight is not None:
             return self.write_norm(x, addend, weight, name)
@@ -272,17 +247,14 @@ class DecoderGraphWriter(ABC):
 
     @abstractmethod
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
-        """Write ops that store the new keys and values in the cache, and attention.
-
-        The output is `[rows, nodes, num_heads * head_dim]`.
-        """
+        """Write the storing of keys and values, and attention, `[rows, nodes, num_heads * head_dim]`."""
 
     @abstractmethod
     def write_matmul(self, x: str, weight: str, output: str | None) -> str: ...
 
     @abstractmethod
     def write_weight(self, name: str) -> str:
-        """Add the weight `name` to the graph, and return the name of a floating-point tensor that nodes can read."""
+        """Add a weight, and return the name of a floating-point tensor that nodes can read."""
 
     @abstractmethod
     def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
@@ -300,13 +272,10 @@ class DecoderGraphWriter(ABC):
 
 
 def choose_column_part_shape(column_width: int) -> tuple[int, int]:
-    """Divide a column of `column_width` numbers into parts that a graph writes separately.
+    """Divide a column of numbers into parts that a graph writes separately; return the number and the width of parts.
 
     Parts make writing faster, because ScatterND on CUDA runs one thread per index. A thread that copied a whole column
     of 1,280 numbers took 47 us on an H200.
-
-    Returns:
-        The number of parts, and the width of a part, at most 8.
     """
     part = gcd(column_width, _MAX_PART)
     return column_width // part, part

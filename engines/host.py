@@ -63,10 +63,7 @@ def import_onnxruntime() -> Any:
 
 
 def describe_processor() -> str:
-    """Return the architecture and the instruction sets of the processor, such as `x86_64 avx avx2`.
-
-    Only instruction sets by which ONNX Runtime chooses kernels are included.
-    """
+    """Return the architecture and the instruction sets by which ONNX Runtime chooses kernels: `x86_64 avx avx2`."""
     lines = (line.partition(":") for line in _read_text(_CPU_INFO).splitlines())
     flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), None)
     if flags is None:  # systems other than Linux: NumPy detects some of the instruction sets
@@ -102,11 +99,7 @@ def count_usable_cores() -> int:
 
 
 def choose_thread_count(threads: int | None) -> int:
-    """Return the number of threads for running a graph: `threads` (1 .. 1024), or one per usable core.
-
-    Raises:
-        EngineError: the number is out of range, or this system cannot start as many threads.
-    """
+    """Return `threads`, or the number of usable cores. Raises EngineError unless 1 .. 1024 threads can start."""
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")
     count = threads or count_usable_cores()
@@ -122,10 +115,7 @@ def read_cpu_quota() -> float | None:
 
 
 def available_memory() -> int:
-    """Return the number of bytes that this process can still allocate.
-
-    Free memory of the host, resource limits and control groups (containers) limit the number.
-    """
+    """Return the bytes that the host, resource limits and control groups (containers) let this process allocate."""
     import psutil
 
     free = [read_host_memory("available")]

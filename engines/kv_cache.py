@@ -51,19 +51,14 @@ class BaseKVCache:
         return round_up(max(1, self.capacity))
 
     def past_length(self) -> int:
-        """Return the number of cache columns that a pass reads.
+        """Return the number of cache columns that a pass reads: the length of the longest row, rounded up.
 
-        This is the length of the longest row, rounded up to a multiple of `COLUMN_STEP`. The number is never 0, because
-        ONNX Runtime's fused matmul would divide by 0 and crash (SIGFPE).
+        It is never 0, because ONNX Runtime's fused matmul would divide by 0 and crash (SIGFPE).
         """
         return round_up(max(1, *self.lengths.tolist()))
 
     def compute_extended_lengths(self, accepted_indices: list[Ints]) -> Ints:
-        """Return the number of entries of each row after accepted nodes are appended, int64 `[rows]`.
-
-        Raises:
-            ValueError: a row would exceed the capacity, or `accepted_indices` does not have an entry for each row.
-        """
+        """Return the lengths of rows after accepted nodes are appended, or raise ValueError if they do not fit."""
         counts = [len(indices) for indices in accepted_indices]
         before = self.lengths.tolist()
         lengths = [length + count for length, count in zip(before, counts, strict=False)]  # faster than NumPy
@@ -96,10 +91,9 @@ class KVCache(BaseKVCache):
     def empty(
         cls, rows: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
-        """Create a cache without entries. The operating system provides memory as columns are written.
+        """Create a cache without entries, or raise EngineError if less memory is available than the full cache needs.
 
-        Raises:
-            EngineError: less memory is available than the full cache needs.
+        The operating system provides memory as columns are written.
         """
         cache = cls(np.zeros(rows, np.int64), capacity, [])
         shape = 2 * num_layers, cache.num_columns, rows, num_kv_heads, head_dim
@@ -155,7 +149,7 @@ class KVCache(BaseKVCache):
         self.append_rows(added)
 
     def forbid_memory_reuse(self) -> None:
-        """Do nothing, as no other cache reuses the memory."""
+        """No other cache reuses the memory."""
 
     def _copy_rows(self, sources: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
         """Replace the tensors by copies of rows of several caches. If memory is insufficient, nothing changes."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..bundle.files import Bundle
-from ..bundle.manifest import Manifest
 from ..runtime.engine import Engine, Floats, Ints
-from .contracts import Array, Function, TensorSpec
+from .contracts import Array, Function
 from .engine_folder import EngineFolder
+from .function_tensors import declare_condition_tensors, declare_image_tensors
 from .host import choose_thread_count, import_onnxruntime
 from .ort.backend import OrtGraphLoader
 from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, ProviderChoice, detect_provider
@@ -31,19 +31,15 @@ class BundleEngines:
     decoder is reported before the tokens of an image are generated.
 
     Args:
-        bundle: bundle to load.
         threads: number of threads per graph; None: one per core.
-        providers: providers that run the bundle's graphs in ONNX Runtime.
         engine_folder: engine folder whose TensorRT engines run instead; None: run all graphs in ONNX Runtime.
 
     Attributes:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
-        image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
         rounding_bound: maximum change, in nats, by which rounding changes the difference of two target logits between
             passes. 0: near-ties (choices that rounding could change) are not recomputed.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
-        max_rows: maximum number of batch rows per forward pass.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.
@@ -86,50 +82,44 @@ class BundleEngines:
             self._graphs = OrtGraphLoader(bundle, self.threads, providers)
         else:
             self._graphs = open_tensorrt_folder(bundle, engine_folder, self.threads)
-        self.target = self._graphs.load_decoder("target", spec, bundle.code_embeddings)
-        self._condition = self._graphs.load_graph_function("condition", *_declare_condition_tensors(bundle.manifest))
+        self.target = self._graphs.load_decoder(spec, bundle.code_embeddings)
+        manifest = bundle.manifest
+        condition = declare_condition_tensors(manifest.condition, spec.hidden_size)
+        self._condition = self._graphs.load_graph_function("condition", *condition)
+        cells = None if manifest.sizes else manifest.codes_per_image
+        self._tensors = declare_image_tensors(cells, manifest.image_height, manifest.image_width)
         self._vq_decoder: Function | None = None
-        if bundle.manifest.makes_images:
-            self._vq_decoder = self._graphs.load_graph_function(IMAGE_DECODER, *_declare_image_tensors(bundle.manifest))
+        if manifest.makes_images:
+            self._vq_decoder = self._graphs.load_graph_function(
+                IMAGE_DECODER, [self._tensors.codes], [self._tensors.images]
+            )
 
     @property
     def drafter(self) -> Engine | None:
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
-                self._drafter = self._graphs.load_decoder("drafter", spec, None)
+                self._drafter = self._graphs.load_decoder(spec, None)
             return self._drafter
 
     def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Compute the embeddings of the conditional and unconditional prefixes from the condition graph's inputs.
-
-        Both are float32 `[rows, length, hidden_size]`, and may differ in length.
-        """
+        """Compute the conditional and the unconditional prefixes, float32 `[rows, length, hidden_size]`."""
         prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
     def decode_images(self, codes: Ints) -> Floats:
-        """Decode tokens, int64 `[images, rows, columns]`, to pixels, float32 `[images, 3, height, width]`.
-
-        Pixels are about -1 (black) .. 1.
-        """
+        """Decode tokens `[images, rows, columns]` to pixels `[images, 3, height, width]`, about -1 (black) .. 1."""
         assert self._vq_decoder is not None
         # A bundle with several image sizes has a graph that reads the grid. Other graphs read a flat sequence.
         cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def encode_images(self, images: Floats) -> Ints:
-        """Encode pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1, to tokens, int64 `[images, cells]`.
-
-        Raises:
-            BundleError: the bundle has no VQ encoder.
-        """
-        manifest = self._bundle.manifest
-        codes = TensorSpec("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
+        """Encode pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1, to tokens `[images, cells]`."""
         with self._lock:
             if self._vq_encoder is None:
                 self._vq_encoder = self._graphs.load_graph_function(
-                    "vq_encoder", _declare_image_tensors(manifest)[1], [codes]
+                    "vq_encoder", [self._tensors.images], [self._tensors.encoded]
                 )
         return self._vq_encoder({"images": images})[0]
 
@@ -160,28 +150,3 @@ def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoic
     if manifest.vq_precision == INT8 and requested.main_provider != DEFAULT_PROVIDER:
         return requested._replace(graph_providers={IMAGE_DECODER: DEFAULT_PROVIDER, **requested.graph_providers})
     return requested
-
-
-def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    cells: tuple[int | None, ...] = (manifest.codes_per_image,)
-    pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
-    if manifest.sizes:
-        cells = pixels = (None, None)
-    return [TensorSpec("codes", ("int64",), (None, *cells))], [TensorSpec("images", ("float32",), (None, 3, *pixels))]
-
-
-def _declare_condition_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    condition = manifest.condition
-    prefix = condition.prefix
-    kind = condition.kind
-    shapes: dict[str, dict[str, tuple[int | None, ...]]] = {
-        "class": {"class_ids": (None,)},
-        "words": {"token_ids": (None, prefix)},
-        "embeddings": {"caption_embeds": (None, prefix, condition.caption_dim), "caption_mask": (None, prefix)},
-        "text": dict.fromkeys(("token_ids", "token_mask"), (None, None)),
-        "tokens": dict.fromkeys(("token_ids", "uncond_ids"), (None, None)),
-    }
-    dtypes = dict.fromkeys(shapes[kind], "int64") | {"caption_embeds": "float32"}
-    inputs = [TensorSpec(name, (dtypes[name],), shape) for name, shape in shapes[kind].items()]
-    rows = (None, None if kind == "tokens" else prefix, manifest.target.hidden_size)
-    return inputs, [TensorSpec(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]

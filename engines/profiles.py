@@ -32,11 +32,7 @@ class ShapeProfile(FrozenModel):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """User options for building TensorRT engines.
-
-    Raises:
-        RequestError: the backend is unknown, a number is out of range, or `tensorrt` gets compute capabilities.
-    """
+    """Checked user options for building TensorRT engines."""
 
     backend: str  # `tensorrt` or `tensorrt-rtx`
     max_rows: int = 8  # maximum number of batch rows per pass, 1 .. 4096; an image with guidance has two rows.
@@ -62,7 +58,7 @@ def count_profile_columns(shape_profiles: Sequence[ShapeProfile]) -> int:
 
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[ShapeProfile, ...]:
-    """Return the optimization profiles of the graph `role`: two for a decoder, and one for the VQ decoder."""
+    """Return the optimization profiles of a graph: two for a decoder, and one for the VQ decoder."""
     if role not in ("target", "drafter"):
         return (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)

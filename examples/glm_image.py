@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
+from lantern_rt.subjects.source_image import SourceImage
 
 
 def make_prior_tokens(pipe: Pipeline, prompt: str, device: str = "cpu", **options: Any) -> dict[str, Any]:
@@ -36,19 +37,21 @@ def make_prior_tokens(pipe: Pipeline, prompt: str, device: str = "cpu", **option
     manifest = pipe.bundle.manifest
     request = pipe.check(prompt, **options)
     *_, last = pipe.decode(request)
-    size = request.settings.image_size(manifest)
+    size = request.settings.image_size
     codes = last.codes[0][size.first_codes :].reshape(size.rows, size.columns)
     width, height = manifest.size_in_pixels(size)
-    arguments = {"prior_token_ids": repeat_codes(codes)[None].to(device), "width": width, "height": height}
-    source = request.images[0].edit
-    if source is None:
-        return arguments
-    source_codes = source.codes.reshape(source.size.rows, source.size.columns)
-    return arguments | {
-        "image": [source.image],
-        "prior_token_image_ids": [repeat_codes(source_codes).to(device)],
-        "source_image_grid_thw": [torch.tensor([[1, 2 * source.size.rows, 2 * source.size.columns]], device=device)],
+    arguments: dict[str, Any] = {
+        "prior_token_ids": repeat_codes(codes)[None].to(device),
+        "width": width,
+        "height": height,
     }
+    for source in request.images[0].parts:
+        if isinstance(source, SourceImage):
+            rows, columns = source.size.rows, source.size.columns
+            arguments["image"] = [source.image]
+            arguments["prior_token_image_ids"] = [repeat_codes(source.codes.reshape(rows, columns)).to(device)]
+            arguments["source_image_grid_thw"] = [torch.tensor([[1, 2 * rows, 2 * columns]], device=device)]
+    return arguments
 
 
 def repeat_codes(codes: NDArray[np.int64]) -> torch.Tensor:

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..bundle.manifest import DrafterSpec, Manifest
+from ..bundle.manifest import Manifest
 from ..engines.columns import CacheColumnMap, compute_padded_node_count, pad_nodes
 from ..engines.contracts import Progress
-from ..engines.device_graph import make_device_graph
+from ..engines.device_graph import DeviceGraphOptions, make_device_graph
 from ..engines.graph_writer import choose_column_part_shape
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
@@ -31,7 +31,7 @@ from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.onnx_ops import TWO_INTEGERS
 from .graph.precision import fake_quantize, round_activations
-from .models.decoder import LayerStack, get_decoder_spec_fields
+from .models.decoder import LayerStack
 from .progress import ignore_progress
 
 onnxruntime: Any = import_onnxruntime()
@@ -199,11 +199,10 @@ class DeviceGraphSession:
 
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
         assert isinstance(graph.module, LayerStack)
-        spec = DrafterSpec(**get_decoder_spec_fields(graph.module.config))
-        make = partial(make_device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute_type)
-        device = make()
-        if device.dtype == "bfloat16":  # ONNX Runtime does not compute in bfloat16 on CPUs
-            device = make(basic_ops_only=True)
+        spec = graph.module.make_spec()
+        # ONNX Runtime does not compute in bfloat16 on CPUs.
+        options = DeviceGraphOptions(graph.compute_type, basic_ops_only=graph.compute_type == "bfloat16")
+        device = make_device_graph(path, spec, options)
         self._session = GraphFileSession(path, low_memory, device.model_bytes)
         self._heads = (spec.num_kv_heads, spec.head_dim)
 
@@ -238,10 +237,7 @@ class DeviceGraphSession:
 
 
 def make_device_inputs(batch: PassInput, cache_columns: CacheColumnMap, num_padded_nodes: int) -> Arrays:
-    """Return the inputs of a graph in the device layout for a forward pass, without past keys and values.
-
-    `num_padded_nodes` is the number of nodes per batch row, padding included.
-    """
+    """Return the inputs of a graph in the device layout for a forward pass, without past keys and values."""
     rows, nodes = batch.positions.shape
     feeds = cache_columns.encode_pass_inputs(batch, num_padded_nodes)
     ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), num_padded_nodes, np.int32)
@@ -257,9 +253,6 @@ def compare_graph_with_onnx_reference(path: Path, manifest: Manifest) -> CaseRes
 
     The comparison shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. It does not show errors
     from rounding weights, because both runs read the same rounded weights.
-
-    Raises:
-        ValueError: the graph declares an input that is too large.
     """
     from onnx.reference import ReferenceEvaluator
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..bundle.files import Bundle
-from ..bundle.manifest import DecoderSpec, DrafterSpec, Precision
+from ..bundle.manifest import DecoderSizes, Precision
 from ..engines.columns import CacheColumnMap
 from ..engines.contracts import Progress
 from ..engines.decoder_tensors import declare_device_tensors
@@ -40,17 +40,17 @@ def compare_engines(
 
     Yields the precision of a decoder, and the outputs of one forward pass with the expected outputs.
     """
-    specs = {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}
-    for role, spec in specs.items():
-        built = folder.manifest.graphs.get(role)
-        if spec is None or built is None:
+    for spec in (bundle.manifest.target, bundle.manifest.drafter):
+        if spec is None or spec.role not in folder.manifest.graphs:
             continue
+        role = spec.role
+        built = folder.manifest.graphs[role]
         graph = folder.folder / f"{role}.onnx"
         if compute_blake2b(graph) != built.onnx:
             raise folder.make_mismatch_error("another graph", "the graph that its engine was built from", graph)
         engine = open_trt_engine(folder.manifest.backend, folder.engine_path(role)) if run_engines else nullcontext()
         with engine as runner:
-            for name, feeds, outputs, expected in _run_forward_passes(bundle, role, spec, graph, built):
+            for name, feeds, outputs, expected in _run_forward_passes(bundle, spec, graph, built):
                 progress(f"comparing {role}: {name}", 0, 1)
                 yield spec.precision, CaseResult(f"{role}.onnx: {name}", outputs, expected)
                 if runner is not None:
@@ -70,18 +70,18 @@ def open_trt_engine(backend: str, path: Path) -> Any:
 
 
 def _run_forward_passes(
-    bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph_path: Path, built_graph: BuiltEngine
+    bundle: Bundle, spec: DecoderSizes, graph_path: Path, built_graph: BuiltEngine
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
     """Run a prefill, a chain of draft tokens and a draft tree, and append their keys and values to the KV cache.
 
     Yields the name of a pass, inputs and outputs of the engine's graph, and the outputs of the bundle's graph.
     """
-    is_drafter = role == "drafter"
+    is_drafter = spec.role == "drafter"
     prefix = bundle.manifest.condition.prefix
-    path = bundle.path(role)
+    path = bundle.path(spec.role)
     rng = np.random.default_rng(0)
     capacity = count_profile_columns(built_graph.profiles)
-    tensors = declare_device_tensors(spec, is_drafter, ("float32", "float16"), capacity)
+    tensors = declare_device_tensors(spec, ("float32", "float16"), capacity)
     session = GraphSession(path, *tensors, model_bytes=graph_path.read_bytes())
     table = None if is_drafter else bundle.code_embeddings
     engine = OrtEngine(path, spec, table, None)

@@ -40,11 +40,7 @@ Range = tuple[float, float]  # lowest number (at most 0) and highest number (at 
 def measure_activation_ranges(
     graph: Graph, num_codes: int, progress: Progress = ignore_progress
 ) -> dict[str, tuple[Range, Range]]:
-    """Measure the ranges of the inputs and outputs of an image decoder's convolutions on random codes.
-
-    Returns:
-        The ranges of the input and of the output of each convolution, by name of its kernel.
-    """
+    """Measure the ranges of inputs and outputs of a decoder's convolutions on random codes, by kernel name."""
     ranges: dict[str, tuple[Range, Range]] = {}
 
     def extend_ranges(name: str, *tensors: Tensor) -> None:

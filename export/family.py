@@ -17,15 +17,14 @@ class ModelFamily:
     """Description of a model family.
 
     Args:
-        read_model: function that reads the checkpoints and returns the contents of a bundle. Its first parameter is the
-            `Checkpoint` of the target; the other parameters are the options of `export` that the family accepts. It
-            raises CheckpointError if a file is missing or damaged, or belongs to another model.
+        read_model: reads the checkpoints and returns the contents of a bundle. Its first parameter is the `Checkpoint`
+            of the target; the others are the options of `export` that the family accepts. It raises CheckpointError if
+            a file is missing or damaged, or belongs to another model.
         download_patterns: names of files in the target's repository to download instead of a model's weights, such as
             `processor/*`. The first name must not have wildcards.
         optional_files: names of files to download with the weights of the target, if they exist.
         model_types: values of `model_type` in config.json that identify the family.
-        accepts_config: function that tells whether a config.json with a `model_type` in `model_types` belongs to the
-            family.
+        accepts_config: tells whether a config.json with a `model_type` in `model_types` belongs to the family.
     """
 
     read_model: Callable[..., BundleContents]
@@ -36,6 +35,6 @@ class ModelFamily:
 
     @property
     def export_options(self) -> dict[str, bool]:
-        """Export options that the family accepts: whether an option is required, by name of the option."""
+        """Whether an export option that the family accepts is required, by name of the option."""
         parameters = signature(self.read_model).parameters.values()
         return {item.name: item.default is item.empty for item in parameters} | {"lora": False}

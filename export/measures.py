@@ -57,8 +57,7 @@ def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float,
 
 
 def compare_top_tokens(expected_logits: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
-    """Check for each distribution `[..., tokens]` whether the most probable token is the reference's, near ties
-    included.
+    """Check for each distribution `[..., tokens]` whether its most probable token is, nearly, the reference's.
 
     In a near tie, the reference gives the most probable token of `logits` at least `TIE` times the maximum probability.
     """

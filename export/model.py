@@ -20,14 +20,11 @@ class BundleContents:
     """Contents of a bundle. Weights stay memory-mapped or deferred until they are written.
 
     Args:
-        graphs: graphs of the bundle, each written as `<role>.onnx`.
         code_embeddings: the target's input embeddings of codes, `[codes, hidden_size]`.
         codebook: codebook vectors, by which neighbours are sorted, `[codes, code_dim]`.
         manifest_fields: fields of `Manifest` that the exporter does not fill in.
         sources: role and path of each checkpoint file, for the bundle's provenance record.
         extra_files: file name and content by role, such as `tokenizer`: `("tokenizer.json", ...)`.
-        num_neighbors: number of neighbours stored for each code.
-        licence: licence of the weights.
         weights: set of weights that was exported, `model` or `ema`; None if the user did not choose.
         target_sha256: sha256 of the target weights that the drafter was trained on, None if unknown.
     """

@@ -26,12 +26,9 @@ def compute_neighbour_table(
     k: int = MAX_NEIGHBORS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> NDArray[np.unsignedinteger[Any]]:
-    """Compute the nearest codes of each code.
+    """Compute the `k` nearest codes of each code, by codebook vectors `[codes, width]`.
 
-    Args:
-        codebook: codebook vectors, `[codes, width]`.
-        k: maximum number of neighbours of each code.
-        progress: callback, called with the number of finished rows and the number of all rows.
+    `progress` gets the number of finished rows and the number of all rows.
 
     Returns:
         Codes `[codes, k]`, nearest first, without the code itself. Of codes at equal distance, the smaller comes first.

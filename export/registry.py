@@ -32,28 +32,33 @@ def load_model_family(family_name: str) -> ModelFamily:
     return family
 
 
-def detect_model_family(target: Path | str) -> str:
+def detect_model_family(target: Path | str) -> str | None:
     """Return the name of the family that a target belongs to, by `model_type` in its config.json.
 
-    The result is the default family if the target, a path or hub reference, is a file, or if not exactly one family has
-    the type.
+    The result is None if the target, a path or hub reference, is a file, or if not exactly one family has the type.
+
+    Raises:
+        CheckpointError: the target does not exist, the hub rejects it, or it is part of a checkpoint.
     """
     from .checkpoints.hub import fetch_checkpoint
+    from .checkpoints.lora import CONFIG
 
-    file = isinstance(target, str) and target.startswith(HUB) and parse_hub_reference(target, CheckpointError)[1]
-    try:
-        readers = [] if file else _find_matching_families(fetch_checkpoint(target, ("config.json",)))
-    except CheckpointError:  # raised again when the target is read
-        readers = []
-    return readers[0] if len(readers) == 1 else FAMILIES[0]
+    if isinstance(target, str) and target.startswith(HUB) and parse_hub_reference(target, CheckpointError)[1]:
+        return None
+    folder = fetch_checkpoint(target, ("config.json",))
+    if (folder / CONFIG).is_file():
+        problem = "a LoRA adapter, not a model"
+        raise CheckpointError(problem, field=str(target), remedy="give it as --lora, and its base model as the target")
+    if folder.is_file() and _find_matching_families(folder.parent):
+        raise CheckpointError("one file of a checkpoint", field=str(target), remedy=f"give its folder, {folder.parent}")
+    readers = _find_matching_families(folder)
+    return readers[0] if len(readers) == 1 else None
 
 
 def check_family_options(family_name: str, options: Mapping[str, Any]) -> ModelFamily:
     """Check the export options of a family (None: not given), and return its description.
 
-    Raises:
-        CheckpointError: the family is unknown, does not take an option, or lacks a required option.
-        RequestError: `grid` is out of range.
+    Raises CheckpointError, or RequestError if `grid` is out of range.
     """
     family = load_model_family(family_name)
     from .families.common import check_grid_rows
@@ -76,10 +81,8 @@ def read_family_checkpoints(
     """Read the checkpoints of a family.
 
     Args:
-        family_name: name of a family in `FAMILIES`.
-        options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
-            is a list of paths or references of adapters, each optionally with `:scale`. None means not given.
-        progress: progress callback, called for each checkpoint.
+        options: values of options by name; None: not given. Checkpoints are paths or hub references, whose files are
+            downloaded; `lora` is a list of paths or references of adapters, each optionally with `:scale`.
         cfg_scale: default guidance scale of the bundle; None: the default of the family.
 
     Raises:

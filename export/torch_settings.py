@@ -13,10 +13,7 @@ _PRECISION_SETTINGS = [getattr(torch.backends.mkldnn, operation) for operation i
 
 @contextmanager
 def default_torch_settings(flush_denormal: bool = False) -> Iterator[None]:
-    """Set PyTorch as in a new process, because results depend on it, and restore the caller's settings at the end.
-
-    `flush_denormal` makes denormal numbers 0.
-    """
+    """Set PyTorch as in a new process, because results depend on it, and restore the settings at the end."""
     dtype = torch.get_default_dtype()
     precisions = [setting.fp32_precision for setting in _PRECISION_SETTINGS]
     flushed = (torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1).item() == 0.0  # there is no getter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,21 +52,8 @@ MAX_LEVELS = 1.0
 MIN_PSNR = 40.0
 LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the memory-mapped file, on two test cases only
 _ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
-# Fields of a manifest and of its parts that a checkpoint determines. The fields of parts in `_OTHER_FIELDS` are left
-# out: the user chooses them, except `architecture`, whose fields are compared separately.
-_SIZES = (
-    "grid_rows",
-    "grid_columns",
-    "codebook_size",
-    "image_height",
-    "image_width",
-    "sizes",
-    "row_end",
-    "order",
-    "source",
-)
-_PARTS = ("target", "drafter", "condition")
-_OTHER_FIELDS = {"precision", "dtype", "head_codes", "architecture"}
+# Fields of a manifest and of its parts that the user or the exporter chooses. A checkpoint determines all others.
+_CHOSEN_FIELDS = {"family", "sampling", "decoding", "presets", "precision", "dtype", "head_codes"}
 
 
 class VerificationLimits(NamedTuple):
@@ -126,7 +113,6 @@ class VerificationReport:
         self.tensors.append(row)
 
     def add_image_results(self, role: str, case_results: Iterable[CaseResult]) -> None:
-        """Add the difference of the images of an image decoder in int8 or fp16."""
         levels, psnr = measure_image_difference(case_results)
         row = {
             "graph": role,
@@ -184,11 +170,7 @@ def verify_bundle(
 ) -> VerificationReport:
     """Compare a bundle's arrays and graphs with its checkpoint, or each graph with ONNX's reference evaluator.
 
-    Args:
-        bundle: bundle whose files match its manifest.
-        model: contents of the checkpoint that the bundle was made from; None: compare with the reference evaluator.
-        reference_name: name of the reference, for the report.
-        progress: progress callback, called for each run.
+    `model` is the checkpoint that the bundle was made from. `reference_name` is for the report.
 
     Raises:
         CheckpointError: the checkpoint has other sizes than the bundle.
@@ -255,27 +237,28 @@ def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> 
 
 
 def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
-    expected = _select_checkpoint_fields(vars(manifest))
+    expected = dict(_iter_checkpoint_fields(vars(manifest)))
     files = dict(model.sources)
-    for name, value in _select_checkpoint_fields(model.manifest_fields).items():
-        if value != expected.get(name, value):  # a drafter that the bundle does not have is not compared
+    for name, value in _iter_checkpoint_fields(model.manifest_fields):
+        part = "drafter" if name.startswith("drafter.") else "target"
+        if value != expected.get(name) and (part == "target" or manifest.drafter):
             raise CheckpointError(
-                field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
+                field=f"{files[part]}: {name}",
                 found=format_value(value),
-                expected=f"{format_value(expected[name])}, as the bundle has",
+                expected=f"{format_value(expected.get(name))}, as the bundle has",
                 remedy="give the checkpoint that the bundle was made from",
             )
 
 
-def _select_checkpoint_fields(manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest fields that a checkpoint determines, nested fields as `target.head_dim`."""
-    values = {name: manifest_fields[name] for name in _SIZES if name in manifest_fields}
-    for part in _PARTS:
-        content = manifest_fields.get(part)
-        for model in (content, getattr(content, "architecture", None)):
-            if isinstance(model, BaseModel):
-                values |= {f"{part}.{name}": value for name, value in model.model_dump(exclude=_OTHER_FIELDS).items()}
-    return values
+def _iter_checkpoint_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the manifest fields that a checkpoint determines, nested fields as `target.head_dim`."""
+    for name, value in fields.items():
+        if name in _CHOSEN_FIELDS:
+            continue
+        if isinstance(value, BaseModel):
+            yield from _iter_checkpoint_fields(dict(value), prefix if name == "architecture" else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _compare_arrays(bundle: Bundle, model: BundleContents, report: VerificationReport, progress: Progress) -> None:
@@ -340,12 +323,7 @@ def check_graph_parity(
 
 
 def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Progress = ignore_progress) -> None:
-    """Compare the images of a new image decoder in int8 or fp16, which `precision` names, with those of its module.
-
-    Raises:
-        ParityError: the images differ too much.
-        BundleError: the file does not run.
-    """
+    """Raise ParityError if images of a new decoder in int8 or fp16 (`precision`) differ too much from its module's."""
     levels, psnr = measure_image_difference(compare_graph_with_module(graph, path, progress=progress))
     if levels > MAX_LEVELS or psnr < MIN_PSNR:
         raise ParityError(
@@ -359,8 +337,7 @@ def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Pro
 def choose_tolerance(graph: Graph, graph_file: GraphFile | None = None) -> float:
     """Return the maximum difference that is allowed between the outputs of a graph and of its module.
 
-    For a graph without a tolerance, the maximum is `_ROUNDING_FACTOR` times the difference between the module's outputs
-    in float32 and in float64.
+    Without a tolerance of the graph, it is a multiple of the module's own differences between float32 and float64.
     """
     if graph.tolerance is not None:
         return graph.tolerance

@@ -48,20 +48,10 @@ def export_model(
     force: bool = False,
     progress: Progress = ignore_progress,
 ) -> Path:
-    """Write the bundle of a model, and compare every graph with its module.
+    """Write the bundle of a model to a folder, and compare every graph with its module.
 
-    Weights are read, rounded and written one at a time, so that large models need little memory.
-
-    Args:
-        model: contents of the bundle.
-        output: folder to write.
-        name: name of the bundle; None: the name of the folder.
-        precisions: precisions of the graphs; None: weights are not rounded.
-        force: whether to replace an existing bundle.
-        progress: progress callback.
-
-    Returns:
-        The path of the folder.
+    Weights are read, rounded and written one at a time, so that large models need little memory. The name of the bundle
+    is by default that of the folder. Without `precisions`, weights are not rounded.
 
     Raises:
         OutputError: the folder exists, cannot be written, or does not fit on the disk.

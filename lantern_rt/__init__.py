@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .options import Options
     from .pipeline import Pipeline
     from .results import Result, StreamStep
+    from .runtime.drafters import register_method
     from .runtime.statistics import Statistics
 
 _SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -61,6 +62,7 @@ __all__ = [
     "TreeError",
     "__version__",
     "open_bundle",
+    "register_method",
 ]
 
 _MODULES_BY_NAME = {  # public name -> module that defines the name
@@ -71,6 +73,7 @@ _MODULES_BY_NAME = {  # public name -> module that defines the name
     "Statistics": ".runtime.statistics",
     "StreamStep": ".results",
     "open_bundle": ".bundle.files",
+    "register_method": ".runtime.drafters",
 }
 
 

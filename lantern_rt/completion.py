@@ -114,6 +114,9 @@ def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
 def _fill_in_method_defaults(manifest: Manifest, method: Any) -> MethodConfig:
     if isinstance(method, MethodConfig):
         name = method.method
+        if METHODS.get(name) is not type(method):
+            problem = f"{type(method).__name__} is not registered"
+            raise RequestError(problem, field="method", remedy="call lantern_rt.register_method with the class")
         parameters = method.parameters()
         fields = method.model_dump()
     else:

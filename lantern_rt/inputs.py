@@ -14,7 +14,7 @@ import re
 import reprlib
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
@@ -29,17 +29,6 @@ from .errors import EngineError, LanternError, RequestError
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-# Parameters of a pipeline that have other names on the command line or in HTTP:
-# parameter -> (command-line option, HTTP field).
-PARAMETER_NAMES = {
-    "prompts": ("prompt", "prompt"),
-    "class_ids": ("class_id", "class_id"),
-    "token_ids": ("token_ids", "input_ids"),
-    "num_images": ("count", "n"),
-    "quality": ("quality", "quality_budget"),
-    "max_images_per_pass": ("batch", "max_images_per_pass"),
-    "max_queued_images": ("waiting", "max_queued_images"),
-}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # memory address in the `repr` of an object
 _MAX_ERRORS = 100  # invalid fields of which the first is named; pydantic takes long to list more
 # What a value should be: by the limit in pydantic's `ctx`, else by the first word of pydantic's error type.
@@ -83,6 +72,17 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise RequestError(field=name, found=format_value(value), expected=f"a whole number {low} .. {high}")
     return int(value)
+
+
+def convert_numpy_value(value: Any) -> Any:
+    """Convert a number or an array of NumPy or PyTorch to Python's numbers and lists; return other values."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
+    """Return the items of a list or array; a single value, such as a text, `repeat_count` times."""
+    value = convert_numpy_value(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
 
 
 def describe_validation_error(error: ValidationError) -> dict[str, str]:

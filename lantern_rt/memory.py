@@ -17,10 +17,10 @@ from .engines.host import available_memory
 from .engines.kv_cache import COLUMN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
-from .prompts import ImageRequest
 from .requests import GenerationSettings, resolve_settings
 from .runtime.drafters import count_draft_nodes
-from .runtime.state import DecodeSettings
+from .runtime.state import Plan
+from .subjects.base import ImageRequest
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MAX_WEIGHTS = 1 << 50  # number of weights that a damaged graph may claim, but no file can hold
@@ -53,7 +53,7 @@ def compute_max_images(
         images: images of a request; empty: no request is known yet.
         free_bytes: free memory in bytes after the weights were loaded; None: the memory for one image is not checked.
     """
-    tokens = max((len(real) for image in images for real in image.attention_masks), default=0)
+    tokens = max((image.prefix.length for image in images), default=0)
     needed = _estimate_memory_with_decoder(manifest, settings, tokens)
     if free_bytes is not None and sum(needed.values()) > free_bytes:
         actual = f"{_format_bytes(free_bytes)} free beside the weights"
@@ -62,7 +62,7 @@ def compute_max_images(
             field="memory", found=actual, expected=expected, remedy="shorten it, or close other programs"
         )
     budget = min(BATCH_BYTES, available_memory() // 2)
-    max_images_by_rows = max_rows // (2 if settings.sampling.uses_guidance else 1)
+    max_images_by_rows = max_rows // _make_largest_plan(manifest, settings).num_rows
     image_bytes = sum(estimate_image_memory(manifest, settings).values())
     return max(1, min(MAX_IMAGES, max_images_by_rows, budget // image_bytes))
 
@@ -77,9 +77,7 @@ def estimate_image_memory(
     """
     prompt = manifest.condition.prefix if prefix is None else prefix
     itemsize = 2 if manifest.target.dtype == "float16" else 4
-    nodes = max(_MIN_NODES, count_draft_nodes(settings.method))
-    longest_layout = max(map(manifest.layout, manifest.all_sizes), key=lambda layout: layout.num_tokens)
-    plan = DecodeSettings(longest_layout, settings.sampling, settings.method, nodes)
+    plan = _make_largest_plan(manifest, settings)
     columns = round_up(plan.count_cache_columns(prompt))  # caches round their length up
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
     caches = {
@@ -88,9 +86,15 @@ def estimate_image_memory(
         if spec
     }
     prefill = estimate_forward_pass_memory(manifest.target, plan.num_rows, prompt, COLUMN_STEP, itemsize)
-    verification = estimate_forward_pass_memory(manifest.target, plan.num_rows, nodes, columns, itemsize)
+    verification = estimate_forward_pass_memory(manifest.target, plan.num_rows, plan.max_nodes, columns, itemsize)
     # Twice, because the outputs of a pass are released only after the next pass.
     return caches | {"passes": 2 * max(prefill, verification)}
+
+
+def _make_largest_plan(manifest: Manifest, settings: GenerationSettings) -> Plan:
+    nodes = max(_MIN_NODES, count_draft_nodes(settings.method))
+    longest_layout = max(map(manifest.layout, manifest.all_sizes), key=lambda layout: layout.num_tokens)
+    return Plan(longest_layout, settings.sampling, settings.method, nodes)
 
 
 def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens: int | None = None) -> None:

@@ -11,7 +11,17 @@ import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 CfgSchedule = Literal["constant", "linear"]
@@ -75,6 +85,8 @@ class Sampling(FrozenModel, strict=True):
         temperature: sampling temperature, 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 keeps all.
         top_p: total probability of the tokens to keep, above 0 up to 1; 1 keeps all.
+        min_p: share of the largest probability that a token needs to be kept, 0 .. 1. It is applied after top-k and
+            top-p, as in transformers. None or 0: all tokens are kept.
         filter_order: filter that is applied first. LlamaGen applies top-k first. LANTERN, like the logits warpers of
             transformers, applies top-p first.
         repetition_penalty: divisor of the conditional logits of tokens that the image already contains, 0.01 .. 100.
@@ -113,12 +125,23 @@ class Sampling(FrozenModel, strict=True):
         Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."),
         SettableByRequest(),
     ] = 1.0
+    min_p: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="Share of the largest probability that a token needs to be sampled; 0: none."),
+        SettableByRequest(),
+    ] = None
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[
         float | None,
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
         SettableByRequest(),
     ] = None
+
+    @model_serializer(mode="wrap")
+    def _omit_unset_min_p(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Bundles without `min_p` have the same bytes as before the setting existed.
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if (name, value) != ("min_p", None)}
 
     @property
     def last_cfg_scale(self) -> float:
@@ -146,11 +169,6 @@ class Sampling(FrozenModel, strict=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-    @property
-    def filters_tokens(self) -> bool:
-        """Whether top-k or top-p removes tokens; always False when greedy."""
-        return self.temperature != 0.0 and (self.top_k > 0 or self.top_p < 1.0)
 
 
 # Sampling settings that requests may set. The options of Python, the command line and HTTP follow from this table.
@@ -186,10 +204,12 @@ class MethodConfig(FrozenModel, strict=True):
         method: name of the method.
         measures_tvd: whether statistics include `realised_tvd`, the total variation distance from the target's
             distribution.
+        drafts_tokens: whether passes verify draft tokens.
     """
 
     method: str
     measures_tvd: ClassVar[bool] = True
+    drafts_tokens: ClassVar[bool] = True
 
     @property
     def requirements(self) -> MethodRequirements:
@@ -200,6 +220,20 @@ class MethodConfig(FrozenModel, strict=True):
     def exact(self) -> bool:
         """Whether the method samples tokens from exactly the target model's distribution."""
         return True
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether acceptance is relaxed. A method may be neither exact nor relaxed."""
+        return False
+
+    @property
+    def has_flexible_window(self) -> bool:
+        """Whether the number of draft tokens may change between passes without changing the image."""
+        return False
+
+    def limit_nodes(self, max_nodes: int) -> MethodConfig:
+        """Return a method of the same images whose drafts have at most `max_nodes` nodes, if there is one."""
+        return self
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters that are not None, by their public names (`lambda`, not `lambda_`)."""
@@ -215,6 +249,7 @@ class Autoregressive(MethodConfig):
     """Autoregressive decoding without drafts: one token per forward pass."""
 
     method: Literal["ar"] = "ar"
+    drafts_tokens: ClassVar[bool] = False
 
 
 Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such as chain-4, mc-25 or tree-2-10-1.")]
@@ -281,6 +316,10 @@ class RelaxedMethod(MethodConfig):
     @property
     def exact(self) -> bool:
         return self.acceptance_bounds == (None, None)
+
+    @property
+    def relaxed(self) -> bool:
+        return not self.exact
 
     @model_validator(mode="after")
     def _check_parameters(self) -> RelaxedMethod:
@@ -352,6 +391,16 @@ class SpeculativeJacobi(RelaxedMethod):
     def requirements(self) -> MethodRequirements:
         return super().requirements._replace(uses_heads=True)  # uses the heads if the bundle has them
 
+    @property
+    def has_flexible_window(self) -> bool:
+        return self.exact
+
+    def limit_nodes(self, max_nodes: int) -> MethodConfig:
+        max_window = max_nodes - 1  # the other node is the root, the last accepted token
+        if not self.exact or self.window <= max_window:
+            return self
+        return SpeculativeJacobi(window=max_window) if max_window else Autoregressive()
+
 
 class RowParallel(MethodConfig):
     """Row-parallel decoding, which generates several grid rows at once and is not exact.
@@ -382,21 +431,35 @@ class GroupDecoding(MethodConfig):
 Quality = Literal["strict", "balanced", "fast"]
 
 
-# Every method, by its name. The types below, method strings, manifests and HTTP fields follow from this table.
-METHODS: dict[str, type[MethodConfig]] = {
-    kind.model_fields["method"].default: kind
-    for kind in (Autoregressive, Eagle, Lantern, LanternPlusPlus, SpeculativeJacobi, RowParallel, GroupDecoding)
-}
-# Type checkers cannot evaluate types that are made of a table, so they get the base types.
+BUILT_IN_METHODS = (Autoregressive, Eagle, Lantern, LanternPlusPlus, SpeculativeJacobi, RowParallel, GroupDecoding)
+# Every method, by its name. Method strings, HTTP fields and recipes follow from this table.
+METHODS: dict[str, type[MethodConfig]] = {}
+METHODS_BY_PARAMETER: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
+
+
+def add_method(method_class: type[MethodConfig]) -> None:
+    """Add a method to both tables, in place of another class with its name. Users call `register_method`."""
+    METHODS[method_class.model_fields["method"].default] = method_class
+    METHODS_BY_PARAMETER.clear()
+    for name, known in METHODS.items():
+        for field, info in known.model_fields.items():
+            if field != "method":
+                METHODS_BY_PARAMETER.setdefault(info.alias or field, []).append(name)
+
+
+for _class in BUILT_IN_METHODS:
+    add_method(_class)
+
+
+def _check_method_name(name: str) -> str:
+    if name not in METHODS:
+        raise PydanticCustomError("method", "expected a method", {"expected": ", ".join(METHODS)})
+    return name
+
+
+MethodName = Annotated[str, AfterValidator(_check_method_name)]
+# Method in a manifest, which other programs read, too. Type checkers cannot evaluate a type that is made of a table.
 if TYPE_CHECKING:
     Method: TypeAlias = MethodConfig
-    MethodName: TypeAlias = str
 else:
-    Method = Annotated[Union[tuple(METHODS.values())], Field(discriminator="method")]  # noqa: UP007
-    MethodName = Literal[tuple(METHODS)]
-
-METHODS_BY_PARAMETER: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
-for _name, _class in METHODS.items():
-    for _field, _info in _class.model_fields.items():
-        if _field != "method":
-            METHODS_BY_PARAMETER.setdefault(_info.alias or _field, []).append(_name)
+    Method = Annotated[Union[BUILT_IN_METHODS], Field(discriminator="method")]  # noqa: UP007

@@ -35,6 +35,7 @@ class GenerationOptions(TypedDict, total=False):
     temperature: float | None
     top_k: int | None
     top_p: float | None
+    min_p: float | None
     repetition_penalty: float | None
     size: str | None
 
@@ -68,6 +69,7 @@ class Options(GenerationOptions, total=False):
         temperature: sampling temperature, 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 turns the filter off.
         top_p: total probability of the tokens to keep, above 0 up to 1; 1 turns the filter off.
+        min_p: share of the largest probability that a token needs to be kept, 0 .. 1; 0 turns the filter off.
         repetition_penalty: divisor of the logits of tokens that the image already contains, 0.01 .. 100; 1 turns the
             penalty off.
         size: image size `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.

@@ -22,22 +22,22 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .completion import list_supported_methods
-from .edits import check_supports_edits
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, ProviderChoice
 from .errors import RequestError
 from .inputs import check_int
 from .memory import compute_max_images
-from .methods import Autoregressive, SpeculativeJacobi
 from .options import GenerationOptions, ImageSource, Options
 from .output.images import attach_recipe, convert_pixels_to_image, grey_out_undecoded_cells, make_blank_image
 from .output.progress import show_progress_bars
-from .prepared import PreparedRequest, load_model, make_decode_settings
-from .prompts import ImageRequest, load_bundle_tokenizer
+from .prepared import PreparedRequest, load_model, make_plan
 from .requests import GenerationSettings, Request, check_request, resolve_settings
 from .results import Ints, Result, StreamStep, StreamStepBuilder, build_recipe_fields, build_result
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
+from .subjects.base import ImageRequest
+from .subjects.image_input import check_supports_edits
+from .text.tokenizers import load_bundle_tokenizer
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -80,8 +80,8 @@ class Pipeline:
         """Open a bundle and load its target model.
 
         Args:
-            bundle: name of an embedded or published model, folder of a bundle, `hf:owner/name[@revision]` on the
-                Hugging Face Hub, or an open bundle.
+            bundle: name of an embedded or published model, or its repository `owner/name`; folder of a bundle,
+                `hf:owner/name[@revision]` on the Hugging Face Hub, or an open bundle.
             threads: number of CPU threads, from 1; None: one per physical core.
             verify: whether to compare the SHA-256 hash of every file with the manifest.
             provider: execution provider of ONNX Runtime, such as `cpu` or `cuda` (docs/gpu.md). `GRAPH=NAME` sets the
@@ -102,7 +102,7 @@ class Pipeline:
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import BundleEngines, choose_providers
-        from .published import open_named_bundle
+        from .model_names import open_model
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         requested = ProviderChoice.parse(() if provider is None else provider)
@@ -113,7 +113,7 @@ class Pipeline:
             opened = bundle
         else:
             replaced = folder.list_replaced_files() if folder else ()  # graphs whose engines run instead
-            opened = open_named_bundle(bundle, download, verify=verify, skipped_roles=replaced)
+            opened = open_model(bundle, download, verify=verify, skipped_roles=replaced)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU
         loaded = BundleEngines(opened, threads, providers, folder)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
@@ -151,7 +151,7 @@ class Pipeline:
         method, *_ = list_supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
         settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
         model = load_model(self.bundle, self.engines, [settings.method])
-        plan = make_decode_settings(manifest, settings, self.engines)
+        plan = make_plan(manifest, settings, self.engines)
         steps = decode(model, plan, [Prompt(row, row)], [0])
         for _ in islice(steps, WARM_UP_STEPS):
             pass
@@ -299,9 +299,9 @@ class Pipeline:
         Raises:
             RequestError: an option is invalid; the error names the option.
         """
-        request = check_request(self.bundle.manifest, self._tokenizer, prompts, **options)
-        if request.images[0].edit is not None:
-            request.images[0].edit.encode(self.engines.encode_images)  # once: all images share the object
+        request = check_request(self.bundle.manifest, self._tokenizer, {"prompts": prompts, **options})
+        for part in request.images[0].parts:
+            part.encode(self.engines.encode_images)
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -318,7 +318,7 @@ class Pipeline:
         )
         # A request that names a method gets the window that it names. On a GPU a wide window costs little.
         adaptive_window = settings.quality is not None and engines.on_cpu
-        plan = make_decode_settings(self.bundle.manifest, settings, engines, adaptive_window)
+        plan = make_plan(self.bundle.manifest, settings, engines, adaptive_window)
         return PreparedRequest(self.bundle, engines, request.images, settings, plan, max_images)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
@@ -337,10 +337,7 @@ class Pipeline:
         if settings.quality is None or self.engines.on_cpu:
             return settings
         method = self.bundle.manifest.presets[settings.quality].devices or settings.method
-        max_window = self.engines.max_nodes - 1  # the other node is the root, the last accepted token
-        if isinstance(method, SpeculativeJacobi) and method.exact and method.window > max_window:
-            method = SpeculativeJacobi(window=max_window) if max_window else Autoregressive()
-        return replace(settings, method=method)
+        return replace(settings, method=method.limit_nodes(self.engines.max_nodes))
 
     def _generate_steps(self, request: PreparedRequest) -> Generator[StreamStep, None, None]:
         images = request.images
@@ -372,18 +369,17 @@ class Pipeline:
         self.bundle.check_has_image_decoder()
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
-        edit = images[image_index].edit
-        if edit is not None and edit.preserved_codes is not None:
-            # Show preserved cells from the first step on.
-            codes_by_cell = np.where(codes_by_cell < 0, edit.preserved_codes, codes_by_cell)
+        preserved_codes = images[image_index].preserved_codes
+        if preserved_codes is not None:  # shown from the first step on
+            codes_by_cell = np.where(codes_by_cell < 0, preserved_codes, codes_by_cell)
         known = codes_by_cell >= 0
         if not known.any():
             return make_blank_image(*manifest.size_in_pixels(size))
         # The image decoder needs a token in every cell. Cells without a token repeat the last token before them.
         filled = codes_by_cell[np.maximum.accumulate(np.where(known, np.arange(len(codes_by_cell)), 0))]
         image = convert_pixels_to_image(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
-        if edit is not None:
-            image = edit.blend_with_original(image)
+        for part in images[image_index].parts:
+            image = part.finish_image(image)
         if not known.all():
             return grey_out_undecoded_cells(image, known.reshape(size.rows, size.columns))
         return attach_recipe(image, build_recipe_fields(self.bundle, settings, images[image_index]))

@@ -1,4 +1,4 @@
-"""Requests that are ready to decode, with the loaded model, the decode settings and the prefix rows of the images."""
+"""Requests that are ready to decode, with the loaded model, the plan and the prefix rows of the images."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .bundle.files import Bundle
 from .bundle.manifest import Manifest
 from .errors import BundleError
 from .methods import MethodConfig, MethodRequirements
-from .prompts import ImageRequest
 from .requests import GenerationSettings
 from .runtime.drafters import count_draft_nodes
-from .runtime.engine import Ints
+from .runtime.engine import Floats, Ints
 from .runtime.likelihood import Likelihood, compute_likelihood
-from .runtime.state import DecodeSettings, DrafterLayout, LoadedModel, PrefixRow, Prompt
+from .runtime.state import DrafterLayout, LoadedModel, Plan, Prompt
+from .subjects.base import ImageRequest
 
 if TYPE_CHECKING:
     from .engines.loader import BundleEngines
@@ -38,7 +38,7 @@ class PreparedRequest:
     engines: BundleEngines
     images: Sequence[ImageRequest]
     settings: GenerationSettings
-    plan: DecodeSettings
+    plan: Plan
     max_images: int
 
     @property
@@ -65,50 +65,39 @@ class PreparedRequest:
         return likelihoods
 
 
-def make_decode_settings(
+def make_plan(
     manifest: Manifest, settings: GenerationSettings, engines: BundleEngines, adaptive_window: bool = False
-) -> DecodeSettings:
+) -> Plan:
     """Convert the settings of a request to the form that the runtime reads.
 
     Args:
         adaptive_window: whether the window of exact `sjd` adapts to the number of accepted tokens.
     """
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
-    return DecodeSettings(
-        manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive_window
-    )
+    return Plan(manifest.layout(settings.image_size), settings.sampling, settings.method, nodes, adaptive_window)
 
 
 def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
     """Yield the prefix (rows of prompt embeddings) of each image of one request. Images of one prompt share it."""
-    negative_request = images[0].negative_request
-    negative_row = None if negative_request is None else engines.compute_condition(negative_request.condition_inputs)[0]
-    edit = images[0].edit
-    preserved = None if edit is None else edit.encode(engines.encode_images)
-    # Images of one prompt share the object `condition_inputs`, so the condition graph runs once for all of them.
-    for _, group in groupby(images, lambda image: id(image.condition_inputs)):
+    for part in images[0].parts:
+        part.encode(engines.encode_images)
+    # Outputs of the condition graph for the current image and the one before it, by identity of the inputs.
+    outputs: dict[int, tuple[Floats, Floats]] = {}
+    for _, group in groupby(images, lambda image: id(image.subject)):
         image, *others = group
+        prefix = image.prefix
+        inputs = {id(row.inputs): row.inputs for row in prefix}
+        outputs = {key: outputs.get(key) or engines.compute_condition(value) for key, value in inputs.items()}
         # both [1, prefix, hidden_size], perhaps with different lengths of the prefix
-        cond, uncond = engines.compute_condition(
-            image.condition_inputs if edit is None else edit.insert_source_codes(image.condition_inputs)
-        )
-        uncond = uncond if negative_row is None else negative_row
-        if [(1, len(real)) for real in image.attention_masks] != [cond.shape[:2], uncond.shape[:2]]:
+        cond, uncond = (outputs[id(row.inputs)][row.output] for row in prefix)
+        if [(1, len(row.is_real_token)) for row in prefix] != [cond.shape[:2], uncond.shape[:2]]:
             problem = f"returned {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens for a prompt"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
         if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
             problem = "returned NaN or infinity, so its weights are damaged"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
-        no_values = (None, None)
-        rows = zip(
-            (cond[0], uncond[0]),
-            image.attention_masks,
-            image.token_ids or no_values,
-            image.position_ids or no_values,
-            strict=True,
-        )
-        cond_row, uncond_row = (PrefixRow(*row, image.first_position) for row in rows)
-        yield from [Prompt(cond_row, uncond_row, preserved)] * (1 + len(others))
+        prompt = Prompt(prefix.cond.embed(cond[0]), prefix.uncond.embed(uncond[0]), image.preserved_codes)
+        yield from [prompt] * (1 + len(others))
 
 
 def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:

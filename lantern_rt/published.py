@@ -7,8 +7,9 @@ there is none, its checkpoints are downloaded and exported to the folder `NAME@P
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -22,7 +23,8 @@ from .bundle.hub import find_hub_cache, find_snapshot_folder, parse_hub_referenc
 from .engines.host import EXPORT_BYTES, check_space, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
-from .inputs import convert_read_errors, require_library
+from .hints import suggest_name
+from .inputs import check_int, convert_read_errors, format_value, require_library
 from .methods import FrozenModel
 from .output.files import (
     check_new_folder,
@@ -30,6 +32,8 @@ from .output.files import (
     find_cache_folder,
     lock_folder,
 )
+from .requests import check_options
+from .subjects.table import choose_subject_kind
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
@@ -50,12 +54,7 @@ class _HubSource(FrozenModel, ABC):
 
 
 class PublishedBundle(_HubSource):
-    """Finished bundle on the hub, which needs no PyTorch, and a smaller download than checkpoints.
-
-    Attributes:
-        reference: `hf:owner/name@commit`.
-        digest: sha256 of `bundle.json`, as hex digits.
-    """
+    """Finished bundle on the hub, which needs no PyTorch. `digest` is the sha256 of its `bundle.json`."""
 
     reference: str = Field(pattern="@[0-9a-f]{40}$")
     digest: str
@@ -70,16 +69,11 @@ class PublishedModel(_HubSource):
     """Model whose checkpoints are on the hub.
 
     Attributes:
-        family: a value of `lantern-rt export --family`.
         files: hub references of the checkpoints, by the option of `export` that takes each.
         options: other options of `export` with their values.
         cfg_scale: guidance scale for which the model was trained; None: that of the family.
-        sizes: image sizes in pixels, as text.
         classes: number of classes; None: the model takes prompts.
-        parameters: number of parameters of the target model.
-        download_bytes: size of the checkpoints.
         memory_bytes: estimated memory to generate one image with int8 weights.
-        licence: licence of the weights, as the publisher names it.
         login: whether the hub requires a login for the checkpoints.
         makes_images: False: the bundle generates tokens for another program.
         bundles: finished bundles by precision, which `deploy/publish.py` adds.
@@ -100,12 +94,12 @@ class PublishedModel(_HubSource):
     bundles: dict[str, PublishedBundle] = Field(default_factory=dict)
 
     @property
-    def export_options(self) -> dict[str, Any]:
-        return {**self.files, **self.options}
+    def target_repository(self) -> str:
+        return parse_hub_reference(self.files["target"], CheckpointError)[0]
 
     @property
-    def subject(self) -> str:
-        return "class_ids" if self.classes else "prompts"
+    def export_options(self) -> dict[str, Any]:
+        return {**self.files, **self.options}
 
     @property
     def references(self) -> list[str]:
@@ -120,9 +114,39 @@ def load_published_models() -> dict[str, PublishedModel]:
 def find_published_model(name: str) -> PublishedModel:
     models = load_published_models()
     if name not in models:
-        remedy = "`lantern-rt models` lists the names"
+        remedy = suggest_name(name, models) or "`lantern-rt models` lists the names"
         raise RequestError(field="model", found=repr(name), expected="the name of a published model", remedy=remedy)
     return models[name]
+
+
+def check_published_request(name: str, options: Mapping[str, Any]) -> int:
+    """Check a request before the published model is downloaded, with the facts in the table of models.
+
+    Args:
+        options: `prompts` and the options of `Options`.
+
+    Returns:
+        The number of images.
+    """
+    model = find_published_model(name)
+    kind = choose_subject_kind(options, "class" if model.classes else "text", name)
+    size = options.get("size")
+    others = "," in model.sizes  # the table does not list all sizes
+    if size is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}" if others else model.sizes, size, re.ASCII):
+        raise RequestError(field="size", found=format_value(size), expected=model.sizes)
+    items = kind.name_items(options[kind.words.parameter])
+    if model.classes:
+        for item_name, class_id in items:
+            check_int(item_name, class_id, 0, 0, model.classes - 1)
+    num_images, method = check_options(len(items), options)
+    problem = ""
+    if method and method.requirements.order:
+        problem = f"{name} generates one token after another"
+    elif method and method.requirements.drafters and "drafter" not in model.files:
+        problem = f"{name} has no drafter"
+    if method and problem:
+        raise RequestError(problem, field=f"method {method.method}", remedy="use another method, such as sjd")
+    return num_images
 
 
 def choose_default_precision() -> str:
@@ -134,10 +158,7 @@ def find_cached_bundle(name: str, precision: str | None = None) -> str | Path | 
     """Return the folder of an exported bundle or the hub reference of a finished one; None: not in the caches.
 
     The bundle's files are complete, but their hashes are not checked. If the table pins a finished bundle, no other is
-    returned, so that a release replaces the bundle of an earlier one.
-
-    Args:
-        precision: `int8` or `fp16`; None: the precision for this host.
+    returned, so that a release replaces the bundle of an earlier one. A precision of None is that for this host.
     """
     precision = precision or choose_default_precision()
     finished = find_published_model(name).bundles.get(precision)
@@ -196,10 +217,7 @@ def find_bundle_source(name: str) -> PublishedModel | PublishedBundle:
 
 
 def check_host_requirements(name: str, source: PublishedModel | PublishedBundle) -> None:
-    """Check that this host can download, export and run a published model.
-
-    Args:
-        source: the model, to export it, or its finished bundle.
+    """Check that this host can download and run a published model or, for the `source` of a model, export it.
 
     Raises:
         EngineError: an export needs a library that is not installed.
@@ -253,6 +271,7 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     """Export a published model, which gives its name to the bundle. `precision` is `int8`, or `fp16` for GPUs."""
     from .export.graph.precision import parse_precisions
     from .export.progress import ignore_progress
+    from .export.prompts import add_prompts
     from .export.registry import read_family_checkpoints
     from .export.writer import export_model
 
@@ -260,15 +279,14 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     model = find_published_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family_checkpoints(model.family, model.export_options, report, model.cfg_scale)
-    loaded = replace(loaded, licence=model.licence)
+    loaded = add_prompts(replace(loaded, licence=model.licence))
     return export_model(loaded, output, name=name, precisions=parse_precisions(**choice), force=True, progress=report)
 
 
 def fetch_published_model(name: str, progress: Progress | None = None) -> str | Path:
     """Download the finished bundle of a published model or, if there is none, its checkpoints, and export them.
 
-    Returns:
-        The hub reference of the finished bundle, or the folder of the exported one.
+    Returns the hub reference of the finished bundle, or the folder of the exported one.
     """
     source = find_bundle_source(name)
     check_host_requirements(name, source)
@@ -294,15 +312,8 @@ def fetch_published_model(name: str, progress: Progress | None = None) -> str | 
     return folder
 
 
-def open_named_bundle(name: str | Path, download: bool = False, **options: Any) -> Bundle:
-    """Open a bundle as `open_bundle` does, also by the name of a published model.
-
-    Args:
-        download: whether to download, and if needed export, a published model that is not in the caches.
-        options: other arguments of `open_bundle`.
-    """
-    if not is_published(name):
-        return open_bundle(name, **options)
+def open_published_model(name: str, download: bool, **options: Any) -> Bundle:
+    """Open the bundle of a published model, perhaps after a download; `options` are those of `open_bundle`."""
     place = find_cached_bundle(name)
     if place is None and download:
         place = fetch_published_model(name)

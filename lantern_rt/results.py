@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from functools import partial
 from json import dumps
 
 import numpy as np
@@ -14,11 +13,12 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .bundle.manifest import Size
-from .prompts import ImageRequest, Label
+from .output.formats import FinishedImage
 from .requests import GenerationSettings
 from .runtime.decode import DecodeStep
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
+from .subjects.base import ImageRequest, Label
 from .version import __version__
 
 Ints = NDArray[np.int64]
@@ -106,7 +106,7 @@ class StreamStep(DecodeStep):
 def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], last_step: StreamStep) -> Result:
     assert last_step.stats is not None
     seeds = [image.seed for image in images]
-    labels = [image.prompt_or_class_id for image in images]
+    labels = [image.subject.label for image in images]
     return Result(decoded_images, last_step.codes, seeds, labels, last_step.stats, last_step.settings)
 
 
@@ -116,17 +116,12 @@ def split_codes_by_grid(size: Size, codes: Ints) -> tuple[Ints, Ints]:
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
-def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageRequest, codes: Ints) -> bytes:
-    """Return an .npz file with `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, a JSON text.
-
-    Args:
-        codes: codes of the image, `[cells]`, those of a first grid first.
-    """
-    recipe = build_recipe_fields(bundle, settings, image)
-    file = BytesIO()
-    first, grid = split_codes_by_grid(settings.image_size(bundle.manifest), codes)
-    np.savez(file, codes=grid, first_codes=first, recipe=np.array(dumps(recipe)))
-    return file.getvalue()
+def finish_image(
+    bundle: Bundle, settings: GenerationSettings, image: ImageRequest, step: StreamStep, index: int
+) -> FinishedImage:
+    """Return image `index` of a request, which is complete after `step`, for a file."""
+    first, grid = split_codes_by_grid(settings.image_size, step.codes[index])
+    return FinishedImage(grid, first, build_recipe_fields(bundle, settings, image), partial(step.image, index))
 
 
 class StreamStepBuilder:
@@ -166,20 +161,9 @@ def build_recipe_fields(bundle: Bundle, settings: GenerationSettings, image: Ima
 
     Embeddings and edits are recorded as SHA-256 hashes, because their data is too large for text fields.
     """
-    kind = "prompt" if isinstance(image.prompt_or_class_id, str) else "class_id"
-    subject = {kind: str(image.prompt_or_class_id)}
-    if isinstance(image.prompt_or_class_id, tuple):
-        subject = {"token_ids": " ".join(map(str, image.prompt_or_class_id))}
-    elif image.prompt_or_class_id is None:
-        values = b"".join(value.tobytes() for value in image.condition_inputs.values())
-        subject = {"embedding": hashlib.sha256(values).hexdigest()}
-    if image.negative_request is not None:
-        subject["negative_prompt"] = str(image.negative_request.prompt_or_class_id)
-    if image.edit is not None:
-        subject["edit"] = image.edit.digest
     return {
         "Software": f"lantern-rt {__version__}",
-        **subject,
+        **image.record,
         "seed": str(image.seed),
         "method": settings.method.method,
         "noise": FORMAT,

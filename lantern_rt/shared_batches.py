@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from .errors import RequestError
-from .methods import MethodConfig, SpeculativeJacobi
+from .methods import MethodConfig
 from .runtime.batch import Batch
 from .runtime.decode import select_next_sequences
 from .runtime.drafters import count_draft_nodes
@@ -143,9 +143,8 @@ class BatchScheduler:
         number of nodes, because large passes would delay other callers. Images of relaxed methods then never join
         batch 0, because their tokens depend on the draft tokens.
         """
-        method = sequence.method
-        if num_callers < 2 or (
-            method.exact and (sequence.max_nodes <= FEW_NODES or isinstance(method, SpeculativeJacobi))
-        ):
+        method = sequence.plan.method
+        few_nodes = sequence.max_nodes <= FEW_NODES or method.has_flexible_window
+        if num_callers < 2 or (method.exact and few_nodes):
             return 0
         return sequence.max_nodes.bit_length()

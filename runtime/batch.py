@@ -14,17 +14,16 @@ from functools import partial
 import numpy as np
 
 from ..errors import EngineError
-from .device import DeviceLogits, SamplingRequest
+from .device import DeviceLogits
 from .drafters import BatchDrafters
 from .drafting import CommitCallback, CommittedTokens, Draft, SequenceStep
 from .engine import Cache, DeviceArray, Floats, PassOutput
 from .layout import PassLayout
-from .likelihood import compute_rounding_margin, recompute_logits
+from .likelihood import recompute_logits
 from .passes import PrefixBatch
-from .sampling import NO_CODE
 from .state import ImageSequence, LoadedModel
 from .statistics import EngineTimer
-from .target import TargetOutput, choose_tokens_together
+from .target import TargetOutput, choose_tokens_on_device, choose_tokens_together
 from .tree_drafts import TreeDraft, make_chain
 
 _NO_NODES = np.zeros(0, np.int64)
@@ -98,7 +97,7 @@ class Batch:
                 )
                 for sequence, layout in layouts.items()
             }
-            self._sample_tokens(pass_output, drafts, outputs)
+            self._sample_tokens(pass_output.logits, outputs.values())
             steps: list[SequenceStep] = []
             commits: list[CommittedTokens] = []
             # Nodes to append to the cache for each row. A failed sequence appends none; `_commit_tokens` removes it.
@@ -134,9 +133,9 @@ class Batch:
         steps: list[SequenceStep] = []
         commits: list[CommittedTokens] = []
         for sequence, rows in _assign_rows(sequences).items():
-            sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
-            output = self._make_target_output(sequence, draft, sequence.layout.lay_out_prefix_end(), last_logits, rows)
+            layout = sequence.plan.layout.lay_out_prefix_end()
+            output = self._make_target_output(sequence, draft, layout, last_logits, rows)
             preserved, _ = sequence.next_preserved_codes()
             # A preserved first code is not sampled. The next pass commits further preserved codes as a chain.
             try:
@@ -185,10 +184,13 @@ class Batch:
     def _make_target_output(
         self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
-        # Only an exact method must return the same token in spite of rounding. A margin of 0 turns this off.
-        has_ties = sequence.exact and sequence.rounding_margin > 0
-        recompute_node_logits = partial(self._recompute_logits, sequence, draft) if has_ties else None
-        return TargetOutput(sequence, draft, layout, logits, rows, recompute_node_logits)
+        output = TargetOutput(sequence, draft, layout, logits, rows)
+        # Only an exact method must return the same token in spite of rounding. A bound of 0 turns this off.
+        if sequence.plan.method.exact and self.model.rounding_bound > 0:
+            sampler = sequence.plan.sampler
+            output.rounding_margin = sampler.compute_rounding_margin(self.model.rounding_bound, len(sequence.rows))
+            output.recompute_node_logits = partial(self._recompute_logits, sequence, draft)
+        return output
 
     def _recompute_logits(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
         """Compute the guided logits after a draft node again, with new passes over the whole sequence.
@@ -201,51 +203,12 @@ class Batch:
         sequence.statistics.tie_passes += self.target_timer.calls - calls
         return logits
 
-    def _sample_tokens(
-        self,
-        pass_output: PassOutput,
-        drafts: Mapping[ImageSequence, Draft],
-        outputs: Mapping[ImageSequence, TargetOutput],
-    ) -> None:
+    def _sample_tokens(self, logits: DeviceArray, outputs: Iterable[TargetOutput]) -> None:
         """Sample the tokens of several sequences at once where this is faster; others are sampled on demand."""
-        logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
-            self._sample_on_device(logits, drafts, outputs)
-        elif len(outputs) > 1:
-            choose_tokens_together(logits, (output for sequence, output in outputs.items() if sequence.exact))
-
-    def _sample_on_device(
-        self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
-    ) -> None:
-        """Sample on the device that holds the logits, for sequences whose sampling settings it supports."""
-        device_outputs: list[tuple[TargetOutput, Sequence[int]]] = []
-        requests: list[SamplingRequest] = []
-        for sequence, output in outputs.items():
-            sampled_nodes = drafts[sequence].sampled_nodes
-            if sampled_nodes is None or output.recompute_node_logits or not logits.supports_sampling(sequence.sampling):
-                continue
-            first_row = output.rows.start
-            noise = None if sequence.sampling.greedy else sequence.noise
-            # One request for unguided codes and one for guided codes, because a draft may contain both.
-            for num_rows in (1, 2):
-                part = [
-                    node
-                    for node in sampled_nodes
-                    if output.guidance.count_batch_rows(output.next_code_indices[node]) == num_rows
-                ]
-                if not part:
-                    continue
-                nodes = output.layout.find_sampling_nodes(np.array([part] * num_rows, np.int64))  # [num_rows, part]
-                # Noise and guidance scale depend on the code index that is sampled after each node, [part].
-                codes = np.array([output.next_code_indices[node] for node in part])
-                scales = output.guidance.scales(codes)
-                rows = slice(first_row, first_row + num_rows)
-                requests.append(SamplingRequest(rows, nodes, sequence.sampling, noise, codes, scales))
-                device_outputs.append((output, part))
-        best = logits.sample_top_codes(requests, 1) if requests else []
-        for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
-            valid = np.where(np.isfinite(scores[:, 0]), codes[:, 0], NO_CODE)
-            output.store_chosen_codes(sampled_nodes, valid.tolist())
+            choose_tokens_on_device(logits, outputs)
+        elif len(self.active_sequences) > 1:
+            choose_tokens_together(logits, (output for output in outputs if output.sequence.plan.method.exact))
 
     def _commit_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         commit_of = {commit.sequence: commit for commit in commits}
@@ -257,8 +220,6 @@ class Batch:
         self.failed_sequences = [sequence for sequence in self.active_sequences if sequence.error is not None]
         finished = [commit.sequence for commit in commits if not commit.sequence.num_remaining_codes]
         unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
-        for sequence in unguided:  # the margin is smaller without guidance
-            sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
         if finished or unguided or self.failed_sequences:
             self._remove([*finished, *self.failed_sequences])
 

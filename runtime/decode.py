@@ -12,7 +12,7 @@ from itertools import islice
 
 from .batch import Batch
 from .drafting import CommitCallback, SequenceStep
-from .state import DecodeSettings, ImageSequence, LoadedModel, Prompt
+from .state import ImageSequence, LoadedModel, Plan, Prompt
 from .statistics import SequenceStatistics, Statistics, summarize_decode
 
 UNLIMITED = 1 << 30  # value of a limit that is never reached
@@ -32,7 +32,7 @@ class DecodeStep:
 
 def decode(
     model: LoadedModel,
-    plan: DecodeSettings,
+    plan: Plan,
     prompts: Iterable[Prompt],
     seeds: Sequence[int],
     max_images: int = 1 << 16,
@@ -93,7 +93,8 @@ def select_next_sequences(
         idle = (max_images - len(batch.active_sequences)) * max(
             sequence.num_remaining_codes for sequence in batch.active_sequences
         )
-        if idle <= MAX_IDLE_SHARE * max_images * max(sequence.layout.num_codes for sequence in batch.active_sequences):
+        num_codes = max(sequence.plan.layout.num_codes for sequence in batch.active_sequences)
+        if idle <= MAX_IDLE_SHARE * max_images * num_codes:
             return []
     rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []

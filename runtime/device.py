@@ -14,12 +14,13 @@ from .noise import Noise
 class SamplingRequest(NamedTuple):
     """Request to sample tokens after nodes of one sequence."""
 
-    rows: slice  # batch rows of the sequence, the conditional row first
-    nodes: Ints  # nodes after which tokens are sampled, in each of these rows, int64 `[rows, count]`
+    # Batch rows and nodes of each token's conditional and unconditional logits, int64 `[2, count]`; equal if unguided.
+    rows: Ints
+    nodes: Ints
     sampling: Sampling  # temperature and filters
     noise: Noise | None  # noise of the sequence; None: the most probable codes are chosen
     positions: Ints  # position of the noise for each token, int64 `[count]`
-    guidance_scales: Floats  # guidance scale for each token, float32 `[count]`; not used with one row
+    guidance_scales: Floats  # guidance scale for each token, float32 `[count]`
 
 
 class DeviceLogits(ABC):

@@ -35,7 +35,7 @@ class SequenceStep(NamedTuple):
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
         before = len(sequence.codes)
         sequence.append_codes(codes)
-        return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))
+        return cls(sequence.index, *sequence.plan.layout.place_codes(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:
@@ -56,10 +56,6 @@ class Draft(DraftNodes, Protocol):
     @property
     def tokens(self) -> Ints:
         """Tokens of the nodes, int64 `[nodes]`."""
-
-    @property
-    def sampled_nodes(self) -> Sequence[int] | None:
-        """Nodes after which acceptance needs a sampled token; None if acceptance needs distributions, too."""
 
     def make_pass_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""

@@ -21,7 +21,8 @@ from .device import DeviceLogits, SamplingRequest
 from .drafting import CommittedTokens
 from .eagle_slots import EagleRunner, TreeLevelOutput
 from .engine import Floats, Ints
-from .sampling import Probabilities, compute_distribution, find_top_codes, make_invalid_logits_error, process_logits
+from .sampler import Sampler
+from .sampling import Probabilities, find_top_codes, make_invalid_logits_error
 from .state import ImageSequence, LoadedModel
 from .statistics import EngineTimer
 from .tree import (
@@ -76,13 +77,6 @@ class EagleDrafter(TreeDrafter):
                 sequence.error = make_invalid_logits_error()
         return [drafted[sequence] for sequence in sequences]
 
-    def _get_batch_rows_at_depth(self, depth: int) -> list[Ints]:
-        """Return, for each sequence, the batch rows whose logits determine the children of nodes at `depth`."""
-        return [
-            rows[: sequence.guidance.count_batch_rows(len(sequence.codes) + depth)]
-            for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
-        ]
-
     def _choose_children(
         self, level: TreeLevelOutput, depth: int, count: int, add_noise: bool
     ) -> list[tuple[Ints, Floats]]:
@@ -90,32 +84,28 @@ class EagleDrafter(TreeDrafter):
 
         A child has the score -inf (on a device maybe NaN) if a filter excludes it, or if the slot's logits are NaN.
         """
-        noises = [sequence.noise if add_noise and not sequence.greedy else None for sequence in self.sequences]
-        on_device = level.logits
-        if isinstance(on_device, DeviceLogits) and all(
-            on_device.supports_sampling(sequence.sampling) for sequence in self.sequences
-        ):
-            samples = []
-            for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
-                # Children of the root (depth 0) are candidates for the next code. All slots of a level sample the same
-                # code index.
-                codes = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
-                batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
-                scales = sequence.guidance.scales(codes)
-                samples.append(SamplingRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
-            best = on_device.sample_top_codes(samples, count)
-            if not all(np.isfinite(scores[:, 0]).all() for _, scores in best):
-                self.slots.cache.forbid_memory_reuse()  # the slots with NaN stay in the device's memory
-            return best
-        best = []
-        for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
-            logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
+        logits = level.logits
+        num_slots = level.nodes.shape[1]
+        on_device = isinstance(logits, DeviceLogits) and all(
+            logits.supports_sampling(sequence.plan.sampling) for sequence in self.sequences
+        )
+        best: list[tuple[Ints, Floats]] = []
+        requests: list[SamplingRequest] = []
+        for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True):
+            sampler = sequence.plan.sampler
+            noise = sequence.noise if add_noise else None
+            # Children of the root (depth 0) are candidates for the next code. All slots sample the same code.
             code = len(sequence.codes) + depth
-            guided = sequence.guidance.mix_logits(logits, [code] * logits.shape[1])
-            values = process_logits(guided, sequence.sampling)
-            if noise is not None:
-                values = values + noise.gumbel(code, 1, values.shape[1])
-            best.append(find_top_codes(values, count))
+            if on_device:
+                requests.append(sampler.make_request(rows, level.nodes[rows], [code] * num_slots, noise))
+            else:
+                guided = _read_guided_logits(level, rows, slice(None), sampler, code)
+                best.append(find_top_codes(sampler.score(guided, code, noise), count))
+        if not isinstance(logits, DeviceLogits) or not requests:
+            return best
+        best = logits.sample_top_codes(requests, count)
+        if not all(np.isfinite(scores[:, 0]).all() for _, scores in best):
+            self.slots.cache.forbid_memory_reuse()  # the slots with NaN stay in the device's memory
         return best
 
     def _draft_static_trees(self, shape: StaticTreeShape, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
@@ -134,15 +124,14 @@ class EagleDrafter(TreeDrafter):
             for builder, best in zip(builders, self._choose_children(level, depth, count, add_noise=True), strict=True):
                 builder.add_children(inner, *best)
         trees: list[DraftTree] = []
-        rows_by_depth = [self._get_batch_rows_at_depth(depth) for depth in range(len(levels))]
-        for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
-            rows = [batch_rows[i] for batch_rows in rows_by_depth]  # batch rows of this sequence, by depth
+        for sequence, rows, builder in zip(self.sequences, self.slots.batch_rows, builders, strict=True):
+            sampler = sequence.plan.sampler
             proposal = (
-                partial(_compute_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
+                partial(_compute_child_distribution, shape, levels, rows, sampler, len(sequence.codes))
                 if self.relaxed
                 else no_proposal_distribution
             )
-            trees.append(builder.build(proposal, sequence.greedy))
+            trees.append(builder.build(proposal, sampler.sampling.greedy))
         return trees
 
     def _draft_dynamic_trees(
@@ -170,21 +159,23 @@ class EagleDrafter(TreeDrafter):
         return [builder.prune(shape.num_nodes) for builder in builders]
 
 
+def _read_guided_logits(
+    level: TreeLevelOutput, rows: Ints, slots: slice | list[int], sampler: Sampler, code_index: int
+) -> Floats:
+    """Return the guided logits of a code at some slots of a sequence with these batch rows, `[slots, vocab_size]`."""
+    logits: Floats = level.logits[rows[:, None], level.nodes[rows][:, slots]]
+    return sampler.guidance.mix_logits(logits, [code_index] * logits.shape[1])
+
+
 def _compute_child_distribution(
     shape: StaticTreeShape,
     levels: list[TreeLevelOutput],
-    rows_by_depth: list[Ints],
+    rows: Ints,
+    sampler: Sampler,
     next_code_index: int,
-    sequence: ImageSequence,
     node: int,
 ) -> Probabilities:
-    """Compute the drafter's distribution from which the children of a node were sampled.
-
-    `levels` and `rows_by_depth` are the output of the drafter, and the batch rows of the sequence, at each depth.
-    """
-    depth = len(shape.paths[node - 1]) if node else 0  # `paths` has no entry for the root, node 0
-    level = levels[depth]
-    rows = rows_by_depth[depth]
-    slot = np.searchsorted(shape.levels[depth], node)
-    logits: Floats = level.logits[rows, level.nodes[rows, slot]][:, None]  # [rows, 1, vocab_size]
-    return compute_distribution(sequence.guidance.mix_logits(logits, [next_code_index + depth])[0], sequence.sampling)
+    """Compute the drafter's distribution from which the children of a node of one sequence were sampled."""
+    depth, slot = shape.find_inner_node(node)
+    logits = _read_guided_logits(levels[depth], rows, [slot], sampler, next_code_index + depth)
+    return sampler.compute_distribution(logits[0])

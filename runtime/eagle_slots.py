@@ -94,7 +94,7 @@ class EagleRunner:
             # the latest pass stay views.
             pending.hidden = [[read_hidden_states(states) for states in earlier] for earlier in pending.hidden]
             first = len(sequence.codes) - len(commit.tokens)  # the sequence has the committed codes already
-            pending.tokens.append(sequence.raster_layout.insert_row_ends(commit.tokens, first))
+            pending.tokens.append(sequence.plan.raster_layout.insert_row_ends(commit.tokens, first))
             nodes_of_row = enumerate(commit.nodes, commit.rows.start)
             pending.hidden.append(
                 [HiddenStateView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
@@ -171,7 +171,7 @@ class EagleRunner:
         output after the end-of-row token; for other sequences, it is the output of `level`.
         """
         # For each sequence, the end-of-row token or None. The root at depth 0 is the last committed code.
-        following = [seq.raster_layout.row_end_token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
+        following = [seq.plan.raster_layout.row_end_token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
         ends = np.array([token is not None for token in following])  # [sequences]
         if not ends.any():
             return level
@@ -226,7 +226,7 @@ class EagleRunner:
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):  # rows have different numbers of committed slots
             attention_mask[row, :slots, start : start + drafted] = ancestor_mask[self.sequence_of_row[row], :, :drafted]
-        roots = [(sequence.raster_layout, len(sequence.codes) - 1) for sequence in self.sequences]
+        roots = [(sequence.plan.raster_layout, len(sequence.codes) - 1) for sequence in self.sequences]
         # Number of positions from the root to the codes at `depth`, end-of-row tokens included, [sequences].
         below = np.array(
             [raster.find_token_position(root + depth) - raster.find_token_position(root) for raster, root in roots]
@@ -239,7 +239,7 @@ class EagleRunner:
 
     def _add_rows(self, sequences: Sequence[ImageSequence]) -> None:
         columns = max(
-            sequence.num_cache_columns + sequence.layout.count_max_nodes_per_pass(self.max_draft_slots)
+            sequence.num_cache_columns + sequence.plan.layout.count_max_nodes_per_pass(self.max_draft_slots)
             for sequence in sequences
         )
         cache = self.engine.make_cache(sum(len(sequence.rows) for sequence in sequences), columns)

@@ -67,6 +67,6 @@ class GroupDrafter(Drafter):
     def draft(self, sequences: Sequence[ImageSequence]) -> list[GroupDraft]:
         drafts = []
         for sequence in sequences:
-            assert isinstance(sequence.layout, GroupLayout), "requests check that the bundle generates groups"
-            drafts.append(GroupDraft(sequence, sequence.layout))
+            assert isinstance(sequence.plan.layout, GroupLayout), "requests check that the bundle generates groups"
+            drafts.append(GroupDraft(sequence, sequence.plan.layout))
         return drafts

@@ -9,7 +9,6 @@ import numpy as np
 from ..methods import Sampling
 from .engine import Floats, Ints
 from .layout import ImageLayout
-from .sampling import apply_guidance
 
 
 class Guidance:
@@ -36,11 +35,8 @@ class Guidance:
 
         Args:
             logits: logits, or other outputs of the target, float32 `[1 or 2, code_indices, size]`, the conditional row
-                first.
+                first. The mixed logits are `[code_indices, size]`.
             code_indices: index of the code that is sampled from each vector of logits.
-
-        Returns:
-            The mixed logits, float32 `[code_indices, size]`.
         """
         if len(logits) == 1:  # no unconditional row: none of these codes is guided
             conditional: Floats = logits[0]
@@ -49,6 +45,15 @@ class Guidance:
         mixed = apply_guidance(logits, self.scales(code_indices))
         guided = code_indices < self.num_guided_codes
         return mixed if guided.all() else np.where(guided[:, None], mixed, logits[0])
+
+
+def apply_guidance(logits: Floats, scales: Floats) -> Floats:
+    """Mix logits `[2, ..., vocab_size]` with `scales [...]`: uncond + scale * (cond - uncond)."""
+    # in-place operations, as these arrays are large
+    mixed: Floats = logits[0] - logits[1]
+    mixed *= scales[..., None]
+    mixed += logits[1]
+    return mixed
 
 
 def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:

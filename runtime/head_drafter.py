@@ -15,22 +15,14 @@ the token's position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ..methods import Sampling, SpeculativeJacobi, TreeMethod
 from .drafting import CommittedTokens
 from .engine import Floats, Ints
 from .heads import DraftHeads
-from .sampling import (
-    Probabilities,
-    compute_distribution,
-    find_top_codes,
-    make_invalid_logits_error,
-    process_logits,
-)
+from .sampling import Probabilities, find_top_codes, make_invalid_logits_error
 from .state import ImageSequence
 from .tree import (
     DraftTree,
@@ -38,18 +30,19 @@ from .tree import (
     DynamicTreeShape,
     StaticTreeBuilder,
     StaticTreeShape,
+    TreeShape,
     no_proposal_distribution,
 )
 from .tree_drafts import TreeDrafter
-from .tree_names import parse_tree
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafter that computes drafts with draft heads, for `sjd` and for tree methods with draft heads."""
+    """Drafter that computes trees of a shape with draft heads; shape None: chains as long as the window."""
 
-    def __init__(self, heads: DraftHeads, max_nodes: int) -> None:
+    def __init__(self, heads: DraftHeads, max_nodes: int, shape: TreeShape | None) -> None:
         super().__init__(max_nodes)
         self._heads = heads
+        self._shape = shape
         self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
@@ -61,7 +54,7 @@ class HeadDrafter(TreeDrafter):
                 self._states[sequence].update(commit)
 
     def draft_tree(self, sequence: ImageSequence) -> DraftTree:
-        tree = self._states[sequence].draft()
+        tree = self._states[sequence].draft(self._shape)
         if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:  # NaN after the root
             sequence.error = make_invalid_logits_error()
         return tree
@@ -84,9 +77,10 @@ class DraftHeadState:
 
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
         self.sequence = sequence
+        self.sampler = sequence.plan.sampler
         self.heads = heads
         # Output of `DraftHeads.compute_context` for each cell, zeros if unknown, `[cells, 2, units]`.
-        self.context = np.zeros((sequence.layout.num_codes, 2, heads.left.shape[1]), np.float32)
+        self.context = np.zeros((sequence.plan.layout.num_codes, 2, heads.left.shape[1]), np.float32)
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, committed: CommittedTokens) -> None:
@@ -100,7 +94,7 @@ class DraftHeadState:
         codes = range(done - count, done + len(unaccepted))
         # Guided hidden states, [nodes, hidden_size]. State i predicted code `done - count + i`. So the first `count`
         # states predicted committed codes. The others predicted codes after draft tokens that were not accepted.
-        states = self.sequence.guidance.mix_logits(committed.read_target_states(unaccepted), codes)
+        states = self.sampler.guidance.mix_logits(committed.read_target_states(unaccepted), codes)
         self.context[done - count : done] = self.heads.compute_context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
@@ -110,19 +104,13 @@ class DraftHeadState:
             if np.isfinite(logits.max()) and np.isfinite(gate).all():
                 self.unaccepted[done + i] = UnacceptedPosition(int(committed.draft.tokens[node]), logits, gate)
 
-    def draft(self) -> DraftTree:
-        """Return the next draft tree; for `sjd` the tree has no branches."""
-        method = self.sequence.method
+    def draft(self, shape: TreeShape | None) -> DraftTree:
         max_depth = self.sequence.count_codes_until_preserved() - 1  # the target samples one more token than it accepts
-        if isinstance(method, SpeculativeJacobi):
+        if shape is None:
             return self._draft_chain(min(self.sequence.window, max_depth))
-        assert isinstance(method, TreeMethod)
-        shape = parse_tree(method.tree)
-        return (
-            self._draft_static_tree(shape, max_depth)
-            if isinstance(shape, StaticTreeShape)
-            else self._draft_dynamic_tree(shape, max_depth)
-        )
+        if isinstance(shape, StaticTreeShape):
+            return self._draft_static_tree(shape, max_depth)
+        return self._draft_dynamic_tree(shape, max_depth)
 
     def compute_logits(self, position: int, previous_codes: Ints) -> Floats:
         """Return the guided logits of a position for each possible previous code, float32 `[n, vocab_size]`.
@@ -133,7 +121,7 @@ class DraftHeadState:
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
             return self.heads.predict_logits(
-                previous_codes, self.sequence.raster_layout.find_code_index_above(position), self.context
+                previous_codes, self.sequence.plan.raster_layout.find_code_index_above(position), self.context
             )
         if len(previous_codes) == 1 and previous_codes[0] == unaccepted.previous_code:
             return unaccepted.logits[None]  # the correction would be 0
@@ -141,31 +129,21 @@ class DraftHeadState:
             unaccepted.gate, unaccepted.previous_code, previous_codes
         )
 
-    def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
-        """Apply temperature and filters to logits `[n, vocab_size]`, and add the Gumbel noise of a position.
-
-        Greedy decoding never adds noise. Codes that a filter excludes get -inf.
-        """
-        values = process_logits(logits, self.sequence.sampling)
-        if add_noise and not self.sequence.sampling.greedy:
-            values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
-        return values
-
     def _draft_chain(self, length: int) -> DraftTree:
         codes = self.sequence.codes[-1:]
         first = len(self.sequence.codes)
         levels: list[Floats] = []
         for position in range(first, first + length):
             levels.append(self.compute_logits(position, np.array(codes[-1:])))
-            values = self.perturb_logits(position, levels[-1])
+            values = self.sampler.score(levels[-1], position, self.sequence.noise)
             if not np.isfinite(values.max()):
                 break
             codes.append(int(values.argmax()))
-        proposal = (
-            no_proposal_distribution
-            if self.sequence.exact
-            else partial(_compute_chain_proposal, levels, self.sequence.sampling)
-        )
+
+        def compute_proposal(node: int) -> Probabilities:
+            return self.sampler.compute_distribution(levels[node][0])
+
+        proposal = no_proposal_distribution if self.sequence.plan.method.exact else compute_proposal
         # Each node is the parent of the next node. The root has parent -1.
         return DraftTree(np.array(codes, np.int64), np.arange(len(codes), dtype=np.int64) - 1, proposal)
 
@@ -176,36 +154,24 @@ class DraftHeadState:
         for depth, inner in enumerate(shape.levels[:max_depth]):
             levels.append(self.compute_logits(first + depth, builder.tokens[inner]))  # [nodes of the level, vocab_size]
             children = max(len(shape.children[node]) for node in inner)
-            builder.add_children(inner, *find_top_codes(self.perturb_logits(first + depth, levels[-1]), children))
-        proposal = (
-            no_proposal_distribution
-            if self.sequence.exact
-            else partial(_compute_tree_proposal, shape, levels, self.sequence.sampling)
-        )
-        return builder.build(proposal, self.sequence.sampling.greedy)
+            values = self.sampler.score(levels[-1], first + depth, self.sequence.noise)
+            builder.add_children(inner, *find_top_codes(values, children))
+
+        def compute_proposal(node: int) -> Probabilities:
+            """Compute the distribution from which the children of `node` were sampled."""
+            depth, index = shape.find_inner_node(node)
+            return self.sampler.compute_distribution(levels[depth][index])
+
+        proposal = no_proposal_distribution if self.sequence.plan.method.exact else compute_proposal
+        return builder.build(proposal, self.sampler.sampling.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
+        noise = self.sequence.noise if self.sequence.plan.method.exact else None
         for position in range(first, first + min(shape.depth, max_depth)):
             chosen = builder.choose_best_of_last_level(shape.branching_factor)
-            values = self.perturb_logits(
-                position, self.compute_logits(position, builder.tokens[chosen]), self.sequence.exact
-            )
+            logits = self.compute_logits(position, builder.tokens[chosen])
+            values = self.sampler.score(logits, position, noise)
             builder.add_children(chosen, *find_top_codes(values, shape.branching_factor))
         return builder.prune(shape.num_nodes)
-
-
-def _compute_chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    return compute_distribution(levels[node][0], sampling)
-
-
-def _compute_tree_proposal(
-    shape: StaticTreeShape, levels: Sequence[Floats], sampling: Sampling, node: int
-) -> Probabilities:
-    """Compute the distribution from which the children of `node` were sampled.
-
-    `levels` are, for each depth, logits for the children of its nodes, float32 `[nodes, vocab_size]`.
-    """
-    depth = len(shape.paths[node - 1]) if node else 0
-    return compute_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

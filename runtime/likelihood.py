@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .engine import Bools, Floats, Ints, PassOutput
-from .guidance import Guidance
 from .layout import ImageLayout, PassLayout
 from .passes import MIN_NODES, PrefixBatch
-from .sampling import apply_repetition_penalty, apply_temperature, softmax
-from .state import DecodeSettings, ImageSequence, LoadedModel, PrefixRow, Prompt
+from .sampling import softmax
+from .state import ImageSequence, LoadedModel, Plan, PrefixRow, Prompt
 from .statistics import EngineTimer
 
 # Maximum number of nodes of a forward pass. More nodes would not be faster, and engines are built for this number.
@@ -44,7 +43,7 @@ class Likelihood:
 
 def compute_likelihood(
     model: LoadedModel,
-    plan: DecodeSettings,
+    plan: Plan,
     prompt: Prompt,
     codes: NDArray[np.int64],
     counted_cells: Bools | None = None,
@@ -59,9 +58,8 @@ def compute_likelihood(
         counted_cells: True in the cells to average over, bool `[cells]`; None: all cells.
     """
     layout = plan.layout
-    sampling = plan.sampling
+    sampler = plan.sampler
     codes = layout.to_generation_order(codes)
-    guidance = Guidance(sampling, layout)
     nats = np.empty(len(codes))
     entropy = np.empty(len(codes))
     first = 0
@@ -70,24 +68,12 @@ def compute_likelihood(
         first += len(part)
         # Codes that are sampled together do not depend on each other, so only the codes before the group count.
         preceding_codes = [codes[: layout.find_codes_sampled_together(code).start] for code in part.tolist()]
-        guided = guidance.mix_logits(apply_repetition_penalty(logits, preceding_codes, sampling), part)
-        probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
+        probabilities = softmax(sampler.scale(sampler.guide(logits, part, preceding_codes)))  # [codes, vocab_size]
         # The minimum 1e-300 keeps the logarithm finite if a probability is 0 by underflow.
         nats[part] = -np.log(np.maximum(probabilities[np.arange(len(part)), codes[part]], 1e-300))
         entropy[part] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
     chosen = np.s_[:] if counted_cells is None else layout.to_generation_order(counted_cells)
     return Likelihood(float(nats[chosen].mean()), float(entropy[chosen].mean()))
-
-
-def compute_rounding_margin(model: LoadedModel, sequence: ImageSequence) -> float:
-    """Return the maximum rounding error in the difference of two guided logits, divided by the temperature."""
-    # Guidance computes scale * cond - (scale - 1) * uncond, so rounding errors grow by scale + |scale - 1|. A
-    # repetition penalty multiplies or divides logits.
-    sampling = sequence.sampling
-    scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
-    guidance = scale + abs(scale - 1) if len(sequence.rows) == 2 else 1.0
-    penalty = sampling.repetition_penalty or 1.0
-    return model.rounding_bound * guidance * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
 
 
 def recompute_logits(
@@ -98,15 +84,14 @@ def recompute_logits(
     The shapes of the passes are the same for all methods. `preceding_codes` are the codes that the logits depend on, in
     generation order.
     """
-    layout = sequence.layout
-    rows = sequence.rows[: sequence.guidance.count_batch_rows(code_index)]
+    layout = sequence.plan.layout
+    sampler = sequence.plan.sampler
+    rows = sequence.rows[: sampler.guidance.count_batch_rows(code_index)]
     (last,) = deque(compute_sequence_logits(model, layout, rows, preceding_codes, timer), maxlen=1)
     # The last pass ends with the codes that are sampled together with `code_index`. So a negative index counts from the
     # end of these codes.
     logits = last[:, [code_index - layout.find_codes_sampled_together(code_index).stop]]
-    return sequence.guidance.mix_logits(
-        apply_repetition_penalty(logits, [preceding_codes], sequence.sampling), [code_index]
-    )
+    return sampler.guide(logits, [code_index], [preceding_codes])
 
 
 def compute_sequence_logits(

@@ -318,7 +318,7 @@ class RowParallelDrafter(Drafter):
         # Codes of a smaller first grid are generated one after another, before the grid is generated in parallel.
         drafts: list[Draft] = []
         for sequence in sequences:
-            if len(sequence.codes) <= sequence.raster_layout.grid_start:
+            if len(sequence.codes) <= sequence.plan.raster_layout.grid_start:
                 drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
             else:
                 grid = self._get_grid(sequence)
@@ -330,11 +330,11 @@ class RowParallelDrafter(Drafter):
             self._grids.pop(sequence, None)
 
     def _get_grid(self, sequence: ImageSequence) -> TokenGrid:
-        method = sequence.method
+        method = sequence.plan.method
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:
             self._grids[sequence] = TokenGrid(
-                sequence.raster_layout,
+                sequence.plan.raster_layout,
                 sequence.codes,
                 method.window,
                 method.drafts,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from ..methods import MethodConfig, RelaxedMethod, Sampling, SpeculativeJacobi
+from ..methods import MethodConfig, Sampling
 from .engine import Bools, Engine, Floats, Ints
-from .guidance import Guidance
 from .heads import DraftHeads
 from .layout import ImageLayout
 from .noise import Noise
 from .raster import RasterLayout
+from .sampler import Sampler
 from .statistics import SequenceStatistics
 from .windows import AdaptiveWindow
 
@@ -101,14 +102,23 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class DecodeSettings:
-    """Settings and layout of the images of one request, without prompts and seeds."""
+class Plan:
+    """What the images of one request are decoded by, besides prompts and seeds."""
 
     layout: ImageLayout
     sampling: Sampling
     method: MethodConfig
     max_nodes: int  # maximum number of nodes of a draft, from `drafters.count_draft_nodes`
-    adaptive_window: bool = False  # whether an exact `sjd` method adapts its window, see `AdaptiveWindow`
+    adaptive_window: bool = False  # whether the window adapts, if the method allows it; see `AdaptiveWindow`
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        return Sampler(self.sampling, self.layout)
+
+    @property
+    def raster_layout(self) -> RasterLayout:
+        assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
+        return self.layout
 
     @property
     def num_rows(self) -> int:
@@ -122,52 +132,37 @@ class DecodeSettings:
 
 @dataclass(eq=False)
 class ImageSequence:
-    """Token sequence of one image that is being generated, with its settings and statistics."""
+    """Token sequence of one image that is being generated, with its plan and statistics."""
 
     index: int  # number that the caller chose for the image
-    plan: DecodeSettings
+    plan: Plan
     prompt: Prompt
     seed: int  # 0 .. 2^64 - 1
     rows: Sequence[PrefixRow] = field(init=False)  # prefix of each batch row, the conditional row first
     preserved_codes: Ints | None = field(init=False)  # like `Prompt.preserved_codes`, in generation order
     max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
-    guidance: Guidance = field(init=False)
     noise: Noise = field(init=False)
     # Codes that have been generated or preserved so far, in generation order.
     codes: list[int] = field(init=False, default_factory=list)
-    # Maximum rounding error of the difference of two guided logits, see `likelihood.compute_rounding_margin`.
-    rounding_margin: float = field(init=False, default=0.0)
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
     # Error such as NaN in the logits of this sequence, which ends only this sequence.
     error: EngineError | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.layout = plan.layout
-        self.sampling = plan.sampling
-        self.method = plan.method
-        self.exact = plan.method.exact  # whether the tokens follow the target's distribution exactly
-        self.relaxed = isinstance(plan.method, RelaxedMethod) and not self.exact  # `rows` is neither exact nor relaxed
-        self.greedy = plan.sampling.greedy
         self.rows = self.prompt.rows(plan.num_rows)
         self.noise = plan.layout.noise(self.seed)
-        self.guidance = Guidance(plan.sampling, plan.layout)
         self.max_nodes = plan.max_nodes
-        adapts = plan.adaptive_window and self.exact and isinstance(plan.method, SpeculativeJacobi)
+        adapts = plan.adaptive_window and plan.method.has_flexible_window
         self._window = AdaptiveWindow(plan.max_nodes - 1) if adapts else None
         self.preserved_codes = self.prompt.preserved_codes
         if self.preserved_codes is not None:
             self.preserved_codes = plan.layout.to_generation_order(self.preserved_codes)
             self.statistics.preserved = int((self.preserved_codes >= 0).sum())
 
-    @property
-    def raster_layout(self) -> RasterLayout:
-        assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
-        return self.layout
-
     def end_guidance(self) -> bool:
         """Remove the unconditional row if all guided codes are known; return whether a row was removed."""
-        if len(self.rows) == 1 or len(self.codes) < self.guidance.num_guided_codes:
+        if len(self.rows) == 1 or len(self.codes) < self.plan.sampler.guidance.num_guided_codes:
             return False
         self.rows = self.rows[:1]
         return True
@@ -188,7 +183,7 @@ class ImageSequence:
 
     @property
     def num_remaining_codes(self) -> int:
-        return self.layout.num_codes - len(self.codes)
+        return self.plan.layout.num_codes - len(self.codes)
 
     def next_preserved_codes(self, num_skipped: int = 0) -> tuple[Ints, int]:
         """Return the consecutive preserved codes from the next cell on, and the number of cells to generate after them.

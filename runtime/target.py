@@ -10,19 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from ..methods import Sampling
+from .device import DeviceLogits, SamplingRequest
 from .engine import DeviceArray, Floats, Ints
 from .layout import PassLayout
-from .sampling import (
-    NO_CODE,
-    Probabilities,
-    apply_guidance,
-    apply_repetition_penalty,
-    choose_codes,
-    choose_codes_with_margins,
-    compute_distribution,
-    make_invalid_logits_error,
-    stays_best_under_rounding,
-)
+from .sampler import guide_together
+from .sampling import NO_CODE, Probabilities, make_invalid_logits_error
 from .state import ImageSequence
 from .tree import TreeStructure
 
@@ -37,7 +29,7 @@ class LogitBlock:
     logits: Floats  # guided logits, float32 `[nodes, vocab_size]`
     # Gumbel noise of the sampled tokens, float32 `[nodes, vocab_size]`; None if greedy or not sampled yet.
     noise: Floats | None = None
-    margins: Sequence[float] = ()  # margin of each node, see `choose_codes_with_margins`; empty before sampling
+    margins: Sequence[float] = ()  # margin of each node, see `Sampler.choose`; empty before sampling
 
 
 class DraftNodes(Protocol):
@@ -51,6 +43,10 @@ class DraftNodes(Protocol):
     def next_code_indices(self) -> Sequence[int]:
         """Index of the code that is sampled after each node, `[nodes]`."""
 
+    @property
+    def sampled_nodes(self) -> Sequence[int] | None:
+        """Nodes after which acceptance needs a sampled token; None if acceptance needs distributions, too."""
+
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`, int64 `[codes]`."""
 
@@ -61,15 +57,21 @@ class TargetOutput:
     The token chosen after a node is the token that autoregressive decoding would sample after the same codes.
 
     Args:
-        sequence: sequence of the draft, with its sampling settings, guidance and noise.
+        sequence: sequence of the draft, with its sampler and noise.
         draft: draft of the sequence.
         layout: layout of the draft in the pass.
         logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
         rows: batch rows of the sequence.
+
+    Attributes:
+        rounding_margin: maximum rounding error of the difference of two guided logits.
         recompute_node_logits: function from a node to the guided logits `[1, vocab_size]` after the node, computed
             again from the whole sequence. It is called if rounding could change the chosen token. None: near-ties are
             not recomputed.
     """
+
+    rounding_margin = 0.0
+    recompute_node_logits: Callable[[int], Floats] | None = None
 
     def __init__(
         self,
@@ -78,17 +80,13 @@ class TargetOutput:
         layout: PassLayout,
         logits: DeviceArray,
         rows: slice,
-        recompute_node_logits: Callable[[int], Floats] | None = None,
     ) -> None:
         self.sequence = sequence
         self.layout = layout
         self.rows = rows
-        self.recompute_node_logits = recompute_node_logits
         self.next_code_indices = draft.next_code_indices
         self.tree_structure = draft.tree_structure
-        self.sampling = sequence.sampling
-        self.guidance = sequence.guidance
-        self.noise = sequence.noise
+        self.sampler = sequence.plan.sampler
         self._draft = draft
         self._logits = logits
         self._block: LogitBlock | None = None  # the block that was used last
@@ -108,7 +106,8 @@ class TargetOutput:
             and not self._stays_best_under_rounding(node, code)
         ):
             logits = self.recompute_node_logits(node)
-            code = self._choices[node] = int(choose_codes(logits, self._read_noise(node, logits), self.sampling)[0])
+            (code,), _ = self.sampler.choose(logits, self._draw_noise([node], *logits.shape))
+            self._choices[node] = code
         if code == NO_CODE:
             raise make_invalid_logits_error()
         return code
@@ -120,11 +119,8 @@ class TargetOutput:
         """
         if node not in self._choices:
             block = self._get_logit_block(node)
-            block.noise = self._read_noise(block.first_node, block.logits)
-            if self.recompute_node_logits is None:
-                codes = choose_codes(block.logits, block.noise, self.sampling).tolist()
-            else:
-                codes, block.margins = choose_codes_with_margins(block.logits, block.noise, self.sampling)
+            block.noise = self._draw_noise([block.first_node], *block.logits.shape)
+            codes, block.margins = self.sampler.choose(block.logits, block.noise)
             self._choices.update(enumerate(codes, block.first_node))
         return self._choices[node]
 
@@ -137,12 +133,12 @@ class TargetOutput:
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:
-            self._distributions[node] = compute_distribution(self.guided_logits(node), self.sampling)
+            self._distributions[node] = self.sampler.compute_distribution(self.guided_logits(node))
         return self._distributions[node]
 
     def acceptance_rng(self, node: int) -> np.random.Generator:
         """Return the random number generator with which relaxed acceptance decides on the children of `node`."""
-        return self.noise.acceptance_rng(self.next_code_indices[node])
+        return self.sequence.noise.acceptance_rng(self.next_code_indices[node])
 
     def choose_tokens(self, nodes: Sequence[int]) -> Ints:
         """Return the tokens that the target chooses after `nodes`, in ascending order, without recomputing near-ties.
@@ -153,18 +149,12 @@ class TargetOutput:
             # NumPy reads a slice without a copy, but copies the logits of a list of nodes.
             consecutive = self.layout.nodes_match_draft and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided_logits(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
-            noise = None
-            if not self.sequence.greedy:
-                size = guided.shape[1]
-                noise = np.concatenate([self.noise.gumbel(self.next_code_indices[node], 1, size) for node in nodes])
-            self.store_chosen_codes(nodes, choose_codes(guided, noise, self.sampling).tolist())
+            codes, _ = self.sampler.choose(guided, self._draw_noise(nodes, 1, guided.shape[1]))
+            self.store_chosen_codes(nodes, codes)
         return np.array([self._choices[node] for node in nodes], np.int64)
 
     def store_chosen_codes(self, nodes: Sequence[int], codes: Sequence[int], block: LogitBlock | None = None) -> None:
-        """Store tokens that were sampled elsewhere, on a device or together with other sequences.
-
-        `block` has logits and noise of the nodes; None if they are on a device.
-        """
+        """Store tokens that were sampled elsewhere; `block` has their logits and noise, unless they are on a device."""
         self._choices.update(zip(nodes, codes, strict=True))
         self._block = block
 
@@ -172,10 +162,20 @@ class TargetOutput:
         block = self._get_logit_block(node)
         index = node - block.first_node
         if len(block.margins):
-            return block.margins[index] > self.sequence.rounding_margin
-        assert block.noise is not None or self.sampling.greedy, "the block of a sampled node contains the noise"
+            return block.margins[index] > self.rounding_margin
         noise = None if block.noise is None else block.noise[index]
-        return stays_best_under_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
+        return self.sampler.stays_best_under_rounding(block.logits[index], noise, code, self.rounding_margin)
+
+    @property
+    def device_nodes(self) -> Sequence[int]:
+        """Nodes whose tokens a device may sample; none if acceptance needs distributions or near-ties recomputed."""
+        return () if self.recompute_node_logits else self._draft.sampled_nodes or ()
+
+    def make_sampling_request(self, nodes: Sequence[int]) -> SamplingRequest:
+        rows = np.arange(self.rows.start, self.rows.stop)
+        pass_nodes = self.layout.find_sampling_nodes(np.array(nodes, np.int64))
+        codes = [self.next_code_indices[node] for node in nodes]
+        return self.sampler.make_request(rows, pass_nodes, codes, self.sequence.noise)
 
     def _get_logit_block(self, node: int) -> LogitBlock:
         """Return the block of logits that contains a node: the whole chain, or in a tree the node alone."""
@@ -187,17 +187,28 @@ class TargetOutput:
             block = self._block = LogitBlock(first, self._read_guided_logits(slice(first, first + nodes)))
         return block
 
-    def _read_noise(self, first_node: int, logits: Floats) -> Floats | None:
-        # The nodes of a block are consecutive codes, so their noise is a consecutive range, too: [nodes, vocab_size].
-        return None if self.sequence.greedy else self.noise.gumbel(self.next_code_indices[first_node], *logits.shape)
+    def _draw_noise(self, first_nodes: Sequence[int], num_codes: int, vocab_size: int) -> Floats | None:
+        starts = [(self.sequence.noise, self.next_code_indices[node]) for node in first_nodes]
+        return self.sampler.draw_noise(starts, num_codes, vocab_size)
 
     def _read_guided_logits(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.layout.logits(self._logits, self.rows, nodes)
         draft_nodes = range(len(self.tree_structure.depths))[nodes] if isinstance(nodes, slice) else nodes
-        if self.sampling.has_repetition_penalty:
-            preceding = [self._draft.preceding_codes(node) for node in draft_nodes]
-            logits = apply_repetition_penalty(logits, preceding, self.sampling)
-        return self.guidance.mix_logits(logits, [self.next_code_indices[node] for node in draft_nodes])
+        codes = [self.next_code_indices[node] for node in draft_nodes]
+        return self.sampler.guide(logits, codes, map(self._draft.preceding_codes, draft_nodes))
+
+
+def choose_tokens_on_device(logits: DeviceLogits, target_outputs: Iterable[TargetOutput]) -> None:
+    """Sample on the device that holds the logits where the device supports the settings, and store the tokens."""
+    outputs = [
+        (output, nodes)
+        for output in target_outputs
+        if (nodes := output.device_nodes) and logits.supports_sampling(output.sampler.sampling)
+    ]
+    requests = [output.make_sampling_request(nodes) for output, nodes in outputs]
+    best = logits.sample_top_codes(requests, 1) if requests else []
+    for (output, nodes), (codes, scores) in zip(outputs, best, strict=True):
+        output.store_chosen_codes(nodes, np.where(np.isfinite(scores[:, 0]), codes[:, 0], NO_CODE).tolist())
 
 
 def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetOutput]) -> None:
@@ -206,32 +217,18 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
     Sequences are sampled together if they are neighbours in the batch, have the same sampling settings, and have drafts
     that are chains of the same length. The other sequences are skipped; their tokens are sampled on demand.
     """
-    for (nodes, num_rows, sampling), group in groupby(target_outputs, _sampling_group_key):
+    for (nodes, num_rows, _), group in groupby(target_outputs, _sampling_group_key):
         # The limit on the nodes saves memory. The other sequences of the group are sampled on demand.
         outputs = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))
-        count = len(outputs)
-        start = outputs[0].rows.start
-        stop = outputs[-1].rows.stop
-        adjacent = stop - start == count * num_rows  # no rows of other sequences in between
-        if nodes == 0 or count < 2 or not adjacent:
+        rows = slice(outputs[0].rows.start, outputs[-1].rows.stop)
+        adjacent = rows.stop - rows.start == len(outputs) * num_rows  # no rows of other sequences in between
+        if nodes == 0 or len(outputs) < 2 or not adjacent:
             continue
-        # The rows of a sequence are neighbours. `apply_guidance` needs the conditional and unconditional logits on the
-        # first axis: [num_rows, sequences, nodes, vocab_size].
-        guided = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
-        if num_rows == 1:
-            guided = guided[0]
-        else:
-            guided = apply_guidance(
-                guided, np.stack([output.guidance.scales(output.next_code_indices) for output in outputs])
-            )
-        guided = guided.reshape(count * nodes, -1)
-        noise = None  # [sequences * nodes, vocab_size], like `guided`
-        if not sampling.greedy:
-            size = guided.shape[1]
-            noise = np.concatenate(
-                [output.noise.gumbel(output.next_code_indices[0], nodes, size) for output in outputs]
-            )
-        codes, margins = choose_codes_with_margins(guided, noise, sampling)
+        samplers = [output.sampler for output in outputs]
+        guided = guide_together(samplers, logits[rows, :nodes], [output.next_code_indices for output in outputs])
+        starts = [(output.sequence.noise, output.next_code_indices[0]) for output in outputs]
+        noise = samplers[0].draw_noise(starts, nodes, guided.shape[1])
+        codes, margins = samplers[0].choose(guided, noise)
         for i, output in enumerate(outputs):
             part = slice(i * nodes, (i + 1) * nodes)
             block = LogitBlock(0, guided[part], None if noise is None else noise[part], margins[part])
@@ -239,18 +236,11 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
 
 
 def _sampling_group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
-    """Return the key by which drafts are grouped for sampling them together.
-
-    Returns:
-        Length of the chain (0 for drafts that are not sampled together), number of batch rows, sampling settings.
-    """
+    """Return the length of the chain (0 if it is not sampled together), the number of batch rows, and the settings."""
     num_rows = output.rows.stop - output.rows.start
     together = (
         output.tree_structure.is_chain
         and output.layout.nodes_match_draft
-        and not output.sampling.has_repetition_penalty
+        and output.sampler.can_guide_together(num_rows, output.next_code_indices[-1])
     )
-    # The batch rows must fit every code of the draft. Guided codes come first, so the last code decides: if the last
-    # code is guided, all codes are guided.
-    together &= num_rows == output.guidance.count_batch_rows(output.next_code_indices[-1])
-    return len(output.tree_structure.depths) if together else 0, num_rows, output.sampling
+    return len(output.tree_structure.depths) if together else 0, num_rows, output.sampler.sampling

@@ -77,6 +77,11 @@ class StaticTreeShape:
         depth = [0] + [len(path) for path in self.paths]
         return [np.array([n for n in inner if depth[n] == d], np.int64) for d in range(max(depth))]
 
+    def find_inner_node(self, node: int) -> tuple[int, int]:
+        """Return the depth of a node that has children, and its index in `levels[depth]`."""
+        depth = len(self.paths[node - 1]) if node else 0  # `paths` has no entry for the root, node 0
+        return depth, int(np.searchsorted(self.levels[depth], node))
+
     @cached_property
     def children(self) -> list[Ints]:
         """Children of every node, sorted by rank, int64 `[children]` each."""
@@ -118,6 +123,9 @@ class DynamicTreeShape:
         if self.num_nodes - 1 > num_candidates:
             expected = f"at most {num_candidates + 1}, which depth {self.depth} and branch {self.branching_factor} make"
             raise TreeError(field="tree", found=f"{self.num_nodes} nodes", expected=expected)
+
+
+TreeShape = StaticTreeShape | DynamicTreeShape
 
 
 def no_proposal_distribution(node: int) -> None:

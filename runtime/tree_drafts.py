@@ -53,10 +53,10 @@ class TreeDraft:
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
         """All nodes, as acceptance needs their sampled tokens; None if relaxed acceptance needs distributions."""
-        return None if self.sequence.relaxed else range(len(self.tokens))
+        return None if self.sequence.plan.method.relaxed else range(len(self.tokens))
 
     def make_pass_layout(self) -> PassLayout:
-        return self.sequence.raster_layout.lay_out_tree(self.tree, self.first_code_index - 1)
+        return self.sequence.plan.raster_layout.lay_out_tree(self.tree, self.first_code_index - 1)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
@@ -80,17 +80,18 @@ class TreeDraft:
             tokens.append(accepted.bonus_token)
         codes = np.array(tokens, np.int64)
         step = SequenceStep.append_codes(sequence, codes)
-        if sequence.method.method != "ar":
+        if sequence.plan.method.drafts_tokens:
             step = step._replace(tree=tree, acceptance=accepted)
         return AcceptedDraft(step, codes, output.layout.find_path_nodes(path))
 
     def _verify_tree(self, output: TargetOutput, model: LoadedModel) -> Acceptance:
         tree = self.tree
         remaining = tree.num_preserved_tokens + self.sequence.count_codes_until_preserved(tree.num_preserved_tokens)
-        if not self.sequence.relaxed:
+        plan = self.sequence.plan
+        if not plan.method.relaxed:
             return verify_tree_exact(tree, output.choose_token, remaining)
-        relaxation = RelaxationSettings.from_method(self.sequence.method, model.neighbors)
-        if self.sequence.greedy:
+        relaxation = RelaxationSettings.from_method(plan.method, model.neighbors)
+        if plan.sampling.greedy:
             return verify_tree_greedy(tree, output.distribution, relaxation, remaining)
         return verify_tree_relaxed(
             tree, output.distribution, output.choose_token, relaxation, output.acceptance_rng, remaining

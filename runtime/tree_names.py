@@ -6,7 +6,7 @@ import re
 
 from ..errors import TreeError
 from ..inputs import format_value
-from .tree import DynamicTreeShape, StaticTreeShape
+from .tree import DynamicTreeShape, StaticTreeShape, TreeShape
 
 
 def _parse_child_counts(child_counts: str) -> tuple[tuple[int, ...], ...]:
@@ -28,7 +28,7 @@ PUBLISHED_TREES = {
 }
 
 
-def parse_tree(tree_name: str) -> StaticTreeShape | DynamicTreeShape:
+def parse_tree(tree_name: str) -> TreeShape:
     """Return the tree shape that a name specifies.
 
     Args:

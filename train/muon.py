@@ -22,8 +22,8 @@ class Muon(torch.optim.Optimizer):
     A convolution kernel `[outputs, inputs, height, width]` is treated as a matrix with one row per output.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+    def __init__(self, parameters: list[torch.nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.95})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -48,13 +48,13 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update.view_as(weight), alpha=-scale)
 
 
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """Return `[matrices, rows, columns]` with the same singular vectors, and singular values close to 1."""
     tall = matrices.shape[1] > matrices.shape[2]  # transposed, since the smaller Gram matrix is cheaper
     x = matrices.transpose(1, 2) if tall else matrices
     # Newton-Schulz converges only if no singular value exceeds 1, so matrices are scaled to norm 1.
     x = x / (x.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.transpose(1, 2)
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.transpose(1, 2) if tall else x

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...bundle.files import Bundle
-from ...bundle.manifest import DecoderSpec, DrafterSpec
+from ...bundle.manifest import DecoderSizes
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, TensorSpec
 from ..kv_cache import COLUMN_STEP
@@ -16,11 +16,7 @@ from .session import GraphSession, check_provider
 
 
 class OrtGraphLoader:
-    """Loader of a bundle's graphs in ONNX Runtime, with `threads` threads per graph.
-
-    Raises:
-        EngineError: a provider is not installed, or cannot run a convolution.
-    """
+    """Loader of a bundle's graphs in ONNX Runtime, after a check that all providers run."""
 
     def __init__(self, bundle: Bundle, threads: int, providers: ProviderChoice) -> None:
         self._bundle = bundle
@@ -31,13 +27,10 @@ class OrtGraphLoader:
         names = {providers.get_provider(role) for role in ("target", "drafter")}
         self._devices = {name: OrtDevice(name) for name in names if PROVIDERS[name].memory_device != "cpu"}
 
-    def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        """Load the target or the drafter.
-
-        `code_embeddings` are the embeddings of tokens, `[vocab_size, hidden_size]`, of the target; None: the drafter.
-        """
-        path = self._bundle.path(role)
-        provider = self._providers.get_provider(role)
+    def load_decoder(self, spec: DecoderSizes, code_embeddings: Floats | None) -> Engine:
+        """Load the target, with the embeddings of its tokens `[vocab_size, hidden_size]`, or the drafter, without."""
+        path = self._bundle.path(spec.role)
+        provider = self._providers.get_provider(spec.role)
         if provider in self._devices:
             manifest = self._bundle.manifest
             # A pass has at most the nodes of a whole sequence and a draft. This is a tighter limit than the size of the
@@ -49,10 +42,7 @@ class OrtGraphLoader:
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
-        """Load a graph without a KV cache, check its tensors, and return a function that runs the graph.
-
-        The function returns the outputs in the order of their declarations.
-        """
+        """Load a graph without a KV cache, and return a function that returns its outputs in the declared order."""
         provider = self._providers.get_provider(role)
         if role in PROVIDERS[provider].cpu_only_graphs:
             provider = DEFAULT_PROVIDER

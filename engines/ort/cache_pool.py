@@ -23,7 +23,7 @@ from ..columns import compute_padded_node_count
 from ..contracts import Array, ExecutableGraph, TensorView
 from ..graph_writer import choose_column_part_shape
 from ..kv_cache import round_up
-from ..sampling_head import FILTERED_OUT, SamplingHead
+from ..sampling_head import FILTERED_OUT, MAX_SETTINGS, SamplingHead
 from .device import OrtDevice
 
 MAX_BOUND_PASSES = 32  # per cache block, as outputs and recordings take memory
@@ -33,10 +33,7 @@ _MAX_SAMPLERS = 8  # maximum number of bound sampling graphs per bound pass
 
 
 class UploadBuffer:
-    """Buffer of `size` bytes that uploads several arrays to a device in one copy.
-
-    If the device does not support views into memory, each array is uploaded separately.
-    """
+    """Buffer of `size` bytes that uploads several arrays at once if the device supports views, otherwise one by one."""
 
     def __init__(self, device: OrtDevice, size: int) -> None:
         self.device = device
@@ -45,7 +42,6 @@ class UploadBuffer:
 
     @staticmethod
     def count_bytes(*arrays: Array) -> int:
-        """Return the number of bytes that arrays take in a buffer, with alignment."""
         return sum(round_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
     def allocate_tensors(self, arrays: Mapping[str, Array], byte_offset: int = 0) -> dict[str, Any]:
@@ -59,10 +55,7 @@ class UploadBuffer:
         return tensors
 
     def stage_arrays(self, tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Copy arrays to the host copy of the buffer, which `upload_staged` uploads.
-
-        On a device without views, the arrays are uploaded at once.
-        """
+        """Copy arrays to the host buffer for `upload_staged`; without views, upload them at once."""
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorView):
                 self._bytes[tensor.byte_offset :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
@@ -88,8 +81,8 @@ class BoundForwardPass:
     """Forward pass of a fixed shape with preallocated tensors. A queued pass runs when its outputs are first used.
 
     Each run overwrites `outputs`. If tokens are sampled first, one copy uploads the inputs of the pass and of sampling.
-    `feeds` are the inputs by name: arrays, for which device memory is allocated, or values on the device.
-    `device_tensors` are caches and outputs. With `capture_graph`, the pass and its sampling graphs may be recorded.
+    `feeds` are arrays, for which device memory is allocated, or values on the device; `device_tensors` are caches and
+    outputs. With `capture_graph`, the pass and its sampling graphs may be recorded.
     """
 
     def __init__(
@@ -111,9 +104,9 @@ class BoundForwardPass:
         rows, self._nodes = feeds["token_ids"].shape
         arrays = _select_host_arrays(feeds)
         self._sampler_offset = UploadBuffer.count_bytes(*arrays.values())  # inputs of sampling follow in the buffer
-        # A sampling graph has up to four inputs with a number per node, and two with a number per row.
+        # A sampling graph has up to four inputs with a number per node, and sampling settings of each row.
         per_node = np.zeros((rows, compute_padded_node_count(self._nodes)), np.int32)
-        size = 4 * UploadBuffer.count_bytes(per_node) + 2 * UploadBuffer.count_bytes(per_node[:, 0])
+        size = 4 * UploadBuffer.count_bytes(per_node) + MAX_SETTINGS * UploadBuffer.count_bytes(per_node[:, 0])
         self._buffer = UploadBuffer(device, self._sampler_offset + size)
         self._inputs = self._buffer.allocate_tensors(arrays)
         self._run = graph.bind_tensors({**feeds, **self._inputs, **device_tensors}, capture_graph)
@@ -218,10 +211,7 @@ class CachePool:
         self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
 
     def acquire_block(self, num_rows: int, num_columns: int) -> BlockHandle:
-        """Return a handle of a block for `num_rows` rows of `num_columns` columns, unused or newly allocated.
-
-        The block contains only finite numbers, as masks do not hide NaN.
-        """
+        """Return a handle of a block that has only finite numbers, as masks do not hide NaN."""
         shape = num_rows, num_columns * (self._heads or 1), *self._column
         with self._lock:
             block = next((block for block in list(self._unused.values()) if block.shape == shape), None)
@@ -237,10 +227,7 @@ class CachePool:
         return handle
 
     def get_block_tensors(self, block: CacheBlock) -> list[Any]:
-        """Return all tensors of a block, in the order of `CacheBlock.device_tensors`.
-
-        If heads are stored separately, the tensors are views `[rows, heads, columns, width]` of one OrtValue.
-        """
+        """Return all tensors of a block; those of separate heads are views `[rows, heads, columns, width]`."""
         if self._heads is None:
             return block.device_tensors
         rows, lines, width = block.shape
@@ -258,11 +245,8 @@ class CachePool:
     def move_entries(self, block: CacheBlock, sources: Ints, targets: Ints, column_offsets: Ints) -> None:
         """Copy entries to other columns of a block, in all tensors. Heads must be stored separately.
 
-        Args:
-            block: block to change.
-            sources: row and column of each entry to copy, `[entries, 2]`.
-            targets: row and column to which each entry is copied, `[entries, 2]`.
-            column_offsets: first column of each head, `[heads]`. The copy is repeated for each head.
+        `sources` and `targets` are row and column of each entry, `[entries, 2]`. The copy is repeated for each head,
+        whose columns begin at `column_offsets`.
         """
         # Indices are tensor, row and column: [tensors, heads, 3].
         offsets = np.zeros((self._tensors, len(column_offsets), 3), np.int64)
@@ -275,10 +259,7 @@ class CachePool:
     def get_bound_pass(
         self, block: CacheBlock, shape: tuple[int, ...], make_bound_pass: Callable[[], BoundForwardPass]
     ) -> BoundForwardPass:
-        """Return a pass of a shape that is bound to a block, and whose outputs nothing refers to.
-
-        A block keeps at most `MAX_BOUND_PASSES` passes: the least recently used pass is dropped.
-        """
+        """Return a pass of a shape that is bound to a block, and whose outputs nothing refers to."""
         # While outputs of earlier passes are referenced, several passes of one shape are bound, numbered from 0.
         keys = ((*shape, number) for number in itertools.count())
         key = next(key for key in keys if key not in block.bound_passes or not block.bound_passes[key].output_owners)

@@ -67,20 +67,14 @@ class OrtDevice:
         wait: bool = True,
         allow_graph_capture: bool = False,
     ) -> None:
-        """Run the helper graph of a key.
-
-        `values` are inputs and outputs by name: OrtValues on the device. Inputs may also be NumPy arrays.
-        """
+        """Run the helper graph of a key, on OrtValues by name; inputs may also be NumPy arrays."""
         with self.lock:
             self.get_helper_graph(key, write_graph, allow_graph_capture).bind_tensors(values)()
             if wait:
                 self.wait()
 
     def has_cudnn_attention(self) -> bool:
-        """Return whether ONNX Runtime runs the operator MultiHeadAttention with cuDNN in half precision.
-
-        cuDNN is 1.1 to 4 times as fast as other kernels.
-        """
+        """Return whether MultiHeadAttention runs with cuDNN in half precision, up to 4 times as fast as without."""
         gpu = find_gpu() if self.provider == "cuda" else None
         return gpu is not None and int(gpu.compute_capability.removeprefix("SM")) >= _CUDNN_CAPABILITY
 
@@ -108,11 +102,9 @@ class OrtDevice:
         return out
 
     def read_vectors(self, value: Any, indices: Ints) -> Floats:
-        """Copy vectors from the device to the host, float32 `[*indices.shape, width]`.
+        """Copy vectors of `value [rows, nodes, width]` to the host, float32 `[*indices.shape, width]`.
 
-        Args:
-            value: OrtValue `[rows, nodes, width]`.
-            indices: indices of vectors in the flattened first two axes of `value`, int64 of any shape.
+        `indices` are those in the flattened first two axes of `value`.
         """
         dtype = get_value_dtype(value)
         width = value.shape()[2]
@@ -131,13 +123,11 @@ class OrtDevice:
         return rows
 
     def gather_rows(self, sources: Sequence[tuple[Any, Ints]], target: Any, axis: int) -> None:
-        """Copy rows of several OrtValues to another OrtValue. Columns that a source does not have become zeros.
+        """Copy rows of several OrtValues to `target`. Columns that a source does not have become zeros.
 
-        Args:
-            sources: OrtValues, and the rows to copy from each, in the order of the rows of `target`. A source has the
-                number of axes and the type of `target`, and at most as many columns.
-            target: OrtValue to overwrite, with as many rows as are copied.
-            axis: axis of rows; the next axis is the axis of columns.
+        `sources` are OrtValues and the rows to copy from each, in the order of the rows of `target`. A source has the
+        number of axes and the type of `target`, and at most as many columns. The axis of columns follows `axis`, that
+        of rows.
         """
         dtype = get_value_dtype(target)
         shape = target.shape()
@@ -180,14 +170,10 @@ class OrtDevice:
         self.run_helper_graph(("noise", parts, part), write_graph, values, wait=False, allow_graph_capture=True)
 
     def move_vectors(self, value: Any, sources: Ints, targets: Ints, index_offsets: Ints) -> None:
-        """Copy vectors to other indices of an OrtValue. All vectors are read before the first is overwritten.
+        """Copy vectors of `value [tensors, rows, columns, width]`; all are read before the first is overwritten.
 
-        Args:
-            value: OrtValue `[tensors, rows, columns, width]`.
-            sources: indices of the vectors to copy (tensor, row, column), int64 `[vectors, 3]`.
-            targets: indices of the vectors to overwrite, int64 `[vectors, 3]`.
-            index_offsets: offsets that are added to sources and targets, int64 `[offsets, 3]`. The copy is repeated for
-                each offset.
+        `sources` and `targets` are indices (tensor, row, column), int64 `[vectors, 3]`. The copy is repeated for each
+        of the `index_offsets`, int64 `[offsets, 3]`, which are added to them.
         """
         dtype = get_value_dtype(value)
         width = value.shape()[3]
@@ -214,22 +200,17 @@ class OrtDevice:
         nodes = compute_padded_node_count(max(len(request.positions) for request in requests))
         logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # [conditional or unconditional, images, nodes]
         guidance_scales = np.ones((len(requests), nodes, 1), np.float32)
-        numbers = np.ones((2, len(requests), 1, 1), np.float32)  # temperature and top-p of each image
         for i, request in enumerate(requests):
-            count = request.nodes.shape[1]
-            last = len(request.nodes) - 1  # row of the unconditional logits; 0 without guidance
-            for guidance, row in ((0, 0), (1, last)):
-                # index in the logits of the pass, flattened to [rows * nodes_per_row, vocab_size]
-                logit_ids[guidance, i, :count] = (request.rows.start + row) * nodes_per_row + request.nodes[row]
-            sampling = request.sampling
+            count = len(request.positions)
+            # indices in the logits of the pass, flattened to [rows * nodes_per_row, vocab_size]
+            logit_ids[:, i, :count] = request.rows * nodes_per_row + request.nodes
             guidance_scales[i, :count, 0] = request.guidance_scales
-            numbers[:, i, 0, 0] = sampling.temperature or 1.0, sampling.top_p
         feeds: dict[str, Any] = {
             "conditional": logit_ids[0],
             "unconditional": logit_ids[1],
             "cfg_scale": guidance_scales,
+            **head.make_setting_inputs([request.sampling for request in requests]),
         }
-        feeds |= zip(("temperature", "top_p")[: 1 + head.has_top_p], numbers, strict=False)
         if head.add_noise:
             table = self._noise.get(head.vocab_size) or NoiseTable(self, head.vocab_size)
             self._noise[head.vocab_size] = table
@@ -261,12 +242,10 @@ class NoiseTable:
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, count_usable_cores()), "noise")
 
     def find_noise_ids(self, requests: Sequence[SamplingRequest], num_nodes: int) -> Array:
-        """Find the noise of all nodes in the table, and upload noise that the table lacks.
+        """Return the index of the noise of each node, `group * GROUP_SIZE + position`, int32 `[requests, num_nodes]`.
 
-        After an upload, other threads generate the noise of the next group, as it will probably be needed soon.
-
-        Returns:
-            The index of the noise of each node, `group * GROUP_SIZE + position`, int32 `[requests, num_nodes]`.
+        Noise that the table lacks is uploaded. Other threads then generate the noise of the next group, as it will
+        probably be needed soon.
         """
         needed: dict[tuple[int, int], Noise] = {}
         places = [[divmod(position, GROUP_SIZE) for position in request.positions.tolist()] for request in requests]

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ...bundle.manifest import DecoderSpec, DrafterSpec
+from ...bundle.manifest import DecoderSizes
 from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import compute_padded_node_count
-from ..contracts import Array
-from ..decoder_tensors import build_graph_inputs, check_past_length, declare_host_tensors, find_kv_dtype
+from ..decoder_tensors import (
+    build_graph_inputs,
+    check_pass_input,
+    check_past_length,
+    declare_host_tensors,
+    find_kv_dtype,
+)
 from ..device_engine import DeviceCache, DeviceEngine
-from ..device_graph import make_device_graph
+from ..device_graph import DeviceGraphOptions, make_device_graph
 from ..kv_cache import BaseKVCache, KVCache
 from .device import OrtDevice
 from .providers import DEFAULT_PROVIDER
@@ -33,13 +38,13 @@ class OrtEngine:
     def __init__(
         self,
         path: Path,
-        spec: DecoderSpec | DrafterSpec,
+        spec: DecoderSizes,
         code_embeddings: Floats | None = None,
         threads: int | None = None,
         provider: str = DEFAULT_PROVIDER,
     ) -> None:
         self.spec = spec
-        inputs, outputs = declare_host_tensors(spec, is_drafter=code_embeddings is None)
+        inputs, outputs = declare_host_tensors(spec)
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
@@ -56,56 +61,37 @@ class OrtEngine:
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         kv_cache = KVCache.require_instance(cache)
+        check_pass_input(batch, self.spec)
         feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
         feeds.update(zip(self._past, kv_cache.view_past_columns(check_past_length(batch, kv_cache)), strict=True))
         shape = batch.attention_mask.shape
         # Outputs of a shape are checked once, as checks take time in every pass.
-        logits, features, *new_kv = (
-            self._graph.run(feeds) if shape in self._checked_shapes else self._run_and_check(feeds, shape)
-        )
+        run = self._graph.run if shape in self._checked_shapes else self._graph.run_and_check
+        logits, features, *new_kv = run(feeds)
+        self._checked_shapes.add(shape)
         kv_cache.num_passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
-
-    def _run_and_check(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
-        """Run the graph, and check the first two axes of all outputs; `shape` is the attention mask's."""
-        outputs = self._graph.run_and_check(feeds)
-        rows, nodes, _ = shape
-        for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
-            expected = (rows, nodes) if i < 2 else (nodes, rows)  # logits and hidden states first, then keys and values
-            if array.shape[:2] != expected:
-                raise self._graph.make_shape_error(name, array.shape, f"a shape that begins with {list(expected)}")
-        self._checked_shapes.add(shape)
-        return outputs
 
 
 class OrtDeviceEngine(DeviceEngine):
     """Decoder engine for a GPU or other device, which runs a graph in the device layout (`device_graph.py`).
 
     Tests use provider `cpu`, whose device memory is the memory of the host. The arguments are those of `OrtEngine` and
-    `make_device_graph`.
+    `DeviceGraphOptions`.
     """
 
     def __init__(
         self,
         path: Path,
-        spec: DecoderSpec | DrafterSpec,
+        spec: DecoderSizes,
         code_embeddings: Floats | None,
         threads: int,
         device: OrtDevice,
         dtype: str = "float32",
         max_nodes: int | None = None,
     ) -> None:
-        is_drafter = code_embeddings is None
-        use_multi_head_op = device.has_cudnn_attention()
-        graph = make_device_graph(
-            path,
-            spec,
-            is_drafter,
-            dtype,
-            device.basic_ops_only,
-            max_nodes=max_nodes,
-            use_multi_head_op=use_multi_head_op,
-        )
+        options = DeviceGraphOptions(dtype, device.basic_ops_only, None, max_nodes, device.has_cudnn_attention())
+        graph = make_device_graph(path, spec, options)
         session = GraphSession(
             path,
             graph.inputs,

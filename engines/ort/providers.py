@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -121,11 +122,9 @@ class ProviderChoice(NamedTuple):
 
     @classmethod
     def parse(cls, names: str | Sequence[str]) -> ProviderChoice:
-        """Parse names of providers.
+        """Parse names of providers, in a sequence or separated by commas.
 
-        Args:
-            names: items in a sequence, or separated by commas. An item is `NAME` for all graphs or `GRAPH=NAME` for a
-                single graph, such as `vq_decoder=cpu`.
+        An item is `NAME` for all graphs, or `GRAPH=NAME` for a single graph, such as `vq_decoder=cpu`.
 
         Raises:
             EngineError: a provider or graph is unknown, a graph has two providers, or a graph cannot have the provider.
@@ -164,12 +163,7 @@ _lock = threading.Lock()
 
 
 def find_available_provider(name: str, runtime: Any) -> Provider:
-    """Return a provider by name, after checking that ONNX Runtime, whose module is `runtime`, can use it.
-
-    Raises:
-        EngineError: the name is unknown, or ONNX Runtime does not have the provider or a device for it. Also raised
-            for a GPU provider other than CUDA if `runtime` includes CUDA.
-    """
+    """Return a provider by name, or raise EngineError if ONNX Runtime, whose module is `runtime`, cannot use it."""
     provider = _look_up_provider(name)
     # If ONNX Runtime includes CUDA, it takes the memory of every other GPU provider for CUDA memory.
     if provider.is_plugin and provider.memory_device != "cpu" and _has_cuda(runtime):
@@ -193,13 +187,7 @@ def find_available_provider(name: str, runtime: Any) -> Provider:
 
 
 def detect_provider(runtime: Any) -> str:
-    """Return the name of a GPU provider that is installed and finds a GPU, otherwise `cpu`.
-
-    If several providers qualify, the first in the order of `PROVIDERS` is returned.
-
-    Raises:
-        EngineError: the library of an installed plugin does not load.
-    """
+    """Return the name of the first GPU provider that is installed and finds a GPU, otherwise `cpu`."""
     for provider in _ALL:
         is_installed = provider.memory_device != "cpu" and list_installed_packages(provider.package.partition("[")[0])
         if not is_installed or (provider.is_plugin and _has_cuda(runtime)):
@@ -220,11 +208,7 @@ def _look_up_provider(name: str) -> Provider:
 
 
 def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
-    """Return the devices on which a plugin can run. The plugin is registered with onnxruntime first if necessary.
-
-    Raises:
-        EngineError: the plugin is not installed, or its library does not load.
-    """
+    """Register a plugin with onnxruntime if necessary, and return its devices, or raise EngineError."""
     field = f"provider {provider.name}"
     module = provider.package.replace("-", "_")
     with _lock:
@@ -247,18 +231,17 @@ def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
 def get_device_lock(provider: str) -> AbstractContextManager[object]:
     """Return the lock that a thread must hold while it uses the device of a provider.
 
-    The lock is necessary because allocations by other threads fail while CUDA records a pass. Providers that use the
-    memory of the host need no lock, and get a context manager that does nothing.
+    Allocations by other threads fail while CUDA records a pass. Providers in the memory of the host need no lock.
     """
     return nullcontext() if PROVIDERS[provider].memory_device == "cpu" else DEVICE_LOCKS[provider]
 
 
-def check_node_assignment(graph_label: object, provider: Provider, session: Any) -> None:
+def check_node_assignment(path: Path, provider: Provider, session: Any) -> None:
     """Raise EngineError if nodes of a graph run on another provider, except operators on shapes and indices."""
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():
         problem = f"provider {provider.name} did not load"
-        raise EngineError(problem, field=str(graph_label), found=", ".join(session.get_providers()), remedy=remedy)
+        raise EngineError(problem, field=str(path), found=", ".join(session.get_providers()), remedy=remedy)
     if provider.name == DEFAULT_PROVIDER:
         return
     unsupported = Counter(
@@ -271,4 +254,4 @@ def check_node_assignment(graph_label: object, provider: Provider, session: Any)
     if unsupported:
         ops = ", ".join(f"{count} {op}" for op, count in unsupported.most_common(5))
         problem = f"provider {provider.name} does not support {unsupported.total()} nodes of this graph ({ops})"
-        raise EngineError(problem, field=str(graph_label), remedy=remedy)
+        raise EngineError(problem, field=str(path), remedy=remedy)

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,8 @@ class GraphSession:
     """Graph that is loaded in an ONNX Runtime session. Several threads may call `run` at once.
 
     Args:
-        path: path of the graph file, which is in the same folder as its weights.
-        inputs: declarations of all inputs.
         outputs: declarations of the outputs to return; the graph may have further outputs.
         threads: number of threads; None: one per core.
-        provider: name of the execution provider.
         model_bytes: serialized graph to run instead of the graph in the file; it reads the same weights.
         allow_graph_capture: whether passes may be recorded as graphs, if the provider supports it.
 
@@ -74,14 +72,7 @@ class GraphSession:
     ) -> None:
         self.path = path
         self.provider = provider
-        if model_bytes is None:
-            self.session = load_session(
-                path, choose_thread_count(threads), provider, allow_graph_capture=allow_graph_capture
-            )
-        else:
-            self.session = load_session(
-                model_bytes, choose_thread_count(threads), provider, path.parent, allow_graph_capture
-            )
+        self.session = load_session(path, choose_thread_count(threads), provider, model_bytes, allow_graph_capture)
         with convert_read_errors(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
             for direction, tensors, expected in (
@@ -101,16 +92,21 @@ class GraphSession:
         return list(self._call_session(self.session.run, self.output_names, dict(feeds)))
 
     def run_and_check(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph, and raise BundleError if an output does not have its declared shape."""
-        outputs = self.run(feeds)
-        for tensor, array in zip(self.outputs, outputs, strict=True):
-            if not tensor.matches_shape(array.shape):
-                raise self.make_shape_error(tensor.name, array.shape, tensor)
-        return outputs
+        """Run the graph, and raise BundleError if an output does not have its declared shape.
 
-    def make_shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
-        remedy = "the graph is damaged, export the bundle again"
-        return self._make_tensor_error("output", remedy, name, str(list(actual)), str(expected))
+        An axis of an output has the size of the inputs' axes of the same name.
+        """
+        outputs = self.run(feeds)
+        axes = (pair for tensor in self.inputs for pair in zip(tensor.shape, feeds[tensor.name].shape, strict=True))
+        sizes = {axis: size for axis, size in axes if isinstance(axis, str)}
+        for tensor, array in zip(self.outputs, outputs, strict=True):
+            expected = replace(tensor, shape=tuple(sizes.get(str(axis), axis) for axis in tensor.shape))
+            if array.ndim != len(expected.shape) or any(
+                isinstance(axis, int) and axis != size for axis, size in zip(expected.shape, array.shape, strict=True)
+            ):
+                remedy = "the graph is damaged, export the bundle again"
+                raise self._make_tensor_error("output", remedy, tensor.name, str(list(array.shape)), str(expected))
+        return outputs
 
     def _make_tensor_error(self, direction: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
         return BundleError(field=f"{self.path}: {direction} `{name}`", found=actual, expected=expected, remedy=remedy)
@@ -143,8 +139,8 @@ class GraphSession:
                 else:
                     bind_value(name, value)
         graph_id = next(self._graph_ids, None) if capture_graph else None
-        without_recording = make_run_options(_NO_RECORDING, wait)
-        with_recording = without_recording if graph_id is None else make_run_options(graph_id, wait)
+        without_recording = _make_run_options(_NO_RECORDING, wait)
+        with_recording = without_recording if graph_id is None else _make_run_options(graph_id, wait)
         # Runs are counted per thread: cuDNN plans attention once in each thread, but not while a pass is recorded.
         thread = threading.local()
         bound = (binding, values)  # `run` refers to this tuple, so the memory of the values is not released
@@ -170,8 +166,7 @@ class GraphSession:
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
 
 
-def make_run_options(graph_id: int = _NO_RECORDING, wait: bool = False) -> Any:
-    """Return the `RunOptions` of a run that is recorded and replayed under `graph_id`; -1: without recording."""
+def _make_run_options(graph_id: int, wait: bool) -> Any:
     options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
@@ -215,15 +210,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def load_session(
-    source: Path | bytes,
-    threads: int,
-    provider: str,
-    weights_folder: Path | None = None,
-    allow_graph_capture: bool = False,
+    path: Path, threads: int, provider: str, model_bytes: bytes | None = None, allow_graph_capture: bool = False
 ) -> Any:
     """Load a graph on a provider, and check that the provider runs the whole graph.
 
-    `source` is the path of the graph, or the serialized graph, whose weights are in `weights_folder`.
+    `model_bytes` is a serialized graph to load instead of the file, with weights in the folder of `path`.
 
     Raises:
         EngineError: the provider is not installed or cannot run the graph.
@@ -236,10 +227,8 @@ def load_session(
     if chosen.extra_library:
         with redirect_stdout(io.StringIO()):
             runtime.preload_dlls()
+    source = path if model_bytes is None else model_bytes
     provider_options = {**chosen.options, **(chosen.graph_capture_options if allow_graph_capture else {})}
-    where: object = source
-    if isinstance(source, bytes):
-        where = weights_folder or "a helper graph"
 
     def configure_options(options: Any) -> None:
         options.inter_op_num_threads = 1
@@ -247,10 +236,8 @@ def load_session(
         options.add_session_config_entry("session.force_spinning_stop", "1")  # for releases that ignore the entry above
         on_device = str(int(provider != DEFAULT_PROVIDER))
         options.add_session_config_entry("session.record_ep_graph_assignment_info", on_device)
-        if weights_folder is not None:
-            options.add_session_config_entry(
-                "session.model_external_initializers_file_folder_path", str(weights_folder)
-            )
+        if model_bytes is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
         if chosen.is_plugin:
             first_device = find_plugin_devices(chosen, runtime)[:1]
@@ -265,14 +252,14 @@ def load_session(
         reason = format_error(error, 200)
         if type(error).__name__ in _DAMAGED_FILE_ERRORS:
             raise BundleError(
-                f"not a graph that can be loaded: {reason}", field=str(where), remedy="export the bundle again"
+                f"not a graph that can be loaded: {reason}", field=str(path), remedy="export the bundle again"
             ) from error
         on_cpu = provider == DEFAULT_PROVIDER
         default = "update onnxruntime" if on_cpu else f"check the driver, or use provider {DEFAULT_PROVIDER}"
         remedy = next((remedy for word, remedy in _REMEDY_OF_WORD.items() if word in str(error)), default)
         problem = f"ONNX Runtime {runtime.__version__} cannot load this graph: {reason}"
-        raise EngineError(problem, field=str(where), remedy=remedy) from error
-    check_node_assignment(where, chosen, session)
+        raise EngineError(problem, field=str(path), remedy=remedy) from error
+    check_node_assignment(path, chosen, session)
     return session
 
 
@@ -284,7 +271,8 @@ def check_provider(name: str) -> None:
     graph = GraphWriter()
     graph.op("Conv", "image", "kernel", name="result")
     image, kernel = (TensorSpec(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
-    session = load_session(graph.to_bytes([image, kernel], [TensorSpec("result", image.dtypes, image.shape)]), 1, name)
+    model = graph.to_bytes([image, kernel], [TensorSpec("result", image.dtypes, image.shape)])
+    session = load_session(Path("a helper graph"), 1, name, model)
     try:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:

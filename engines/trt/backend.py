@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...bundle.files import Bundle
-from ...bundle.manifest import DecoderSpec, DrafterSpec
+from ...bundle.manifest import DecoderSizes
 from ...errors import EngineError
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, TensorSpec
@@ -24,13 +24,7 @@ MEMORY = "cuda"  # execution provider of ONNX Runtime that allocates the device 
 
 
 class TensorRTGraphLoader(OrtGraphLoader):
-    """Loader of TensorRT engines on the first GPU, and of graphs without an engine on the CPU.
-
-    `library` is the module `tensorrt` or `tensorrt_rtx`, and `folder` has been checked by `check_compatibility`.
-
-    Raises:
-        EngineError: ONNX Runtime cannot allocate memory on the GPU.
-    """
+    """Loader of TensorRT engines of a checked folder on the first GPU, and of graphs without an engine on the CPU."""
 
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, threads, ON_CPU)
@@ -41,8 +35,8 @@ class TensorRTGraphLoader(OrtGraphLoader):
         self._kernels = KernelCache(folder)
         weakref.finalize(self, self._kernels.save)  # at the end, as TensorRT-RTX compiles kernels while engines run
 
-    def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        return TensorRTEngine(self._load_executable(role), spec, code_embeddings, self._gpu)
+    def load_decoder(self, spec: DecoderSizes, code_embeddings: Floats | None) -> Engine:
+        return TensorRTEngine(self._load_executable(spec.role), spec, code_embeddings, self._gpu)
 
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
         if role not in self._folder.manifest.graphs:
@@ -60,11 +54,7 @@ class TensorRTGraphLoader(OrtGraphLoader):
 
 
 def open_tensorrt_folder(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphLoader:
-    """Check that an engine folder fits a bundle and the GPU of this host, and return a loader of its engines.
-
-    Raises:
-        EngineError: the engines do not fit the bundle, library version or GPU, or were altered.
-    """
+    """Return a loader of an engine folder, after checking that it fits bundle, library and GPU and is unaltered."""
     built = folder.manifest
     library = import_library(built.backend)
     gpu = find_gpu()

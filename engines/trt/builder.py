@@ -22,7 +22,7 @@ from ...inputs import format_error, format_value, make_install_command
 from ...output.files import find_cache_folder
 from ..columns import MASK_WORD_BITS
 from ..contracts import Progress, TensorSpec
-from ..device_graph import make_device_graph
+from ..device_graph import DeviceGraphOptions, make_device_graph
 from ..gpu import find_gpu
 from ..profiles import BACKENDS, RTX, ShapeProfile, count_profile_columns
 from .executable import format_first_error
@@ -34,11 +34,7 @@ MODULES = {name: name.replace("-", "_") for name in BACKENDS}  # names of Python
 
 
 def import_library(backend: str, module: str | None = None) -> Any:
-    """Import the Python module of a backend, or another `module` of the same extra, such as `polygraphy`.
-
-    Raises:
-        EngineError: the module cannot be imported.
-    """
+    """Import the module of a backend or of its extra, such as `polygraphy`, or raise EngineError."""
     module = module or MODULES[backend]
     try:
         library = importlib.import_module(module)
@@ -50,11 +46,7 @@ def import_library(backend: str, module: str | None = None) -> Any:
 
 
 def set_up_polygraphy(backend: str) -> Callable[[str], Any]:
-    """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules by name.
-
-    Raises:
-        EngineError: Polygraphy is not installed, or this process already uses Polygraphy with the other library.
-    """
+    """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules by name."""
     # Polygraphy reads the variable once, when it is first imported.
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(backend == RTX))
     package = import_library(backend, "polygraphy")
@@ -77,9 +69,8 @@ def write_device_graph(
 ) -> list[Inputs] | None:
     """Write the ONNX graph of a TensorRT engine as `<role>.onnx`, and a link to the weights in the bundle.
 
-    Returns:
-        Bounds of the inputs for each profile. None if no graph is written, because the graph runs on the CPU. This
-        applies to a VQ decoder in int8, and to a VQ decoder with several image sizes.
+    Returns the bounds of the inputs for each profile. None if the graph runs on the CPU and is not written: a VQ
+    decoder in int8, or with several image sizes.
     """
     manifest = bundle.manifest
     path = bundle.path(role)
@@ -87,9 +78,8 @@ def write_device_graph(
     if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
         entries = max(profile.nodes[2] for profile in profiles)
         capacity = count_profile_columns(profiles)
-        model, inputs, *_ = make_device_graph(
-            path, spec, role == "drafter", manifest.target.dtype, capacity=capacity, max_nodes=entries
-        )
+        options = DeviceGraphOptions(manifest.target.dtype, capacity=capacity, max_nodes=entries)
+        model, inputs, *_ = make_device_graph(path, spec, options)
         if role == "target":
             # The input `embeddings` is the table of token embeddings or, for a prefix, has an entry per node and row.
             prefix_entries = entries * max(profile.rows[2] for profile in profiles)
@@ -185,10 +175,7 @@ def build_engine_file(
 
 
 def get_timing_cache_path(library_version: str) -> str | None:
-    """Return the path of the timing cache, in which TensorRT keeps the measured times of kernels on this GPU.
-
-    Polygraphy locks the file, so that several builds may use the file at once. None: there is no cache folder.
-    """
+    """Return the path of TensorRT's cache of measured times on this GPU, which Polygraphy locks; None: no folder."""
     gpu = find_gpu()
     with suppress(OutputError, OSError):
         folder = find_cache_folder() / "timings"
@@ -207,9 +194,9 @@ def format_build_commands(
 ) -> list[str]:
     """Return two shell commands that build the TensorRT engine of a graph.
 
-    The first command builds with Polygraphy, and then compares outputs of the engine with ONNX Runtime on this host.
-    The command reads the weights from the bundle, because ONNX Runtime does not follow links to weights. The second
-    command builds with the program `trtexec` or `tensorrt_rtx` of the library.
+    The first builds with Polygraphy, and compares outputs of the engine with ONNX Runtime on this host. It reads the
+    weights from the bundle, because ONNX Runtime does not follow links to weights. The second builds with the program
+    `trtexec` or `tensorrt_rtx` of the library.
     """
     graph = folder / f"{role}.onnx"
     engine = folder / f"{role}.plan"

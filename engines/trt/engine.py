@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...bundle.manifest import DecoderSpec, DrafterSpec
+from ...bundle.manifest import DecoderSizes, DecoderSpec
 from ...runtime.engine import Floats
 from ..columns import compute_padded_node_count
 from ..contracts import Array, TensorSpec
@@ -23,14 +23,14 @@ class TensorRTEngine(DeviceEngine):
     def __init__(
         self,
         executable: TensorRTExecutable,
-        spec: DecoderSpec | DrafterSpec,
+        spec: DecoderSizes,
         code_embeddings: Floats | None,
         device: OrtDevice,
     ) -> None:
         dtypes = (spec.dtype,) if isinstance(spec, DecoderSpec) else ("float32", "float16")
         self._executable = executable
         self._columns = count_profile_columns(executable.profiles)
-        inputs, outputs = declare_device_tensors(spec, code_embeddings is None, dtypes, self._columns)
+        inputs, outputs = declare_device_tensors(spec, dtypes, self._columns)
         executable.check_tensors(inputs, outputs)
         dtype = np.dtype(executable.dtypes["hidden_states"]).name
         super().__init__(executable, inputs, spec, code_embeddings, device, dtype, num_cache_heads=spec.num_kv_heads)
@@ -61,10 +61,7 @@ class TensorRTEngine(DeviceEngine):
 
 
 class TensorRTFunction:
-    """Function that runs a graph without a KV cache, such as the VQ decoder.
-
-    If a call has more rows than the engine was built for, the engine runs several times.
-    """
+    """Function that runs a graph without a KV cache, several times if the engine was built for fewer rows."""
 
     def __init__(
         self,

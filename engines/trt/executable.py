@@ -49,10 +49,10 @@ def format_first_error(errors: Sequence[str]) -> str:
 
 
 class KernelCache:
-    """Cache of the kernels that TensorRT-RTX compiles while engines run, stored in the user's cache folder.
+    """Cache of the kernels that TensorRT-RTX compiles while engines run, a file for each engine folder and GPU.
 
-    There is a file for each engine folder and GPU. TensorRT does not use the cache, as it compiles kernels only during
-    builds. Without a folder, kernels are not stored.
+    TensorRT does not use the cache, as it compiles kernels only during builds. Without a folder, kernels are not
+    stored.
     """
 
     def __init__(self, folder: EngineFolder | None) -> None:
@@ -93,13 +93,7 @@ class KernelCache:
 
 
 class TensorRTExecutable:
-    """TensorRT engine that is loaded on the GPU and implements `ExecutableGraph`. One thread may use it at a time.
-
-    The engines of a folder share a cache of kernels; None: kernels are not stored.
-
-    Raises:
-        EngineError: the file cannot be read, or the library rejects it.
-    """
+    """TensorRT engine that is loaded on the GPU and implements `ExecutableGraph`. One thread may use it at a time."""
 
     def __init__(
         self,
@@ -138,15 +132,12 @@ class TensorRTExecutable:
         self._last_binding: dict[int, object] = {}
 
     def make_mismatch_error(self, actual: str, expected: str, options: str = "") -> EngineError:
-        """Return the error for an engine that does not fit its declaration or a forward pass.
-
-        `options` are further options of the recommended rebuild command, with a leading space.
-        """
+        """Return the error for an engine that does not fit; `options`, after a space, extend the rebuild command."""
         remedy = f"rebuild with `{self._rebuild_command}{options}`"
         return EngineError(field=str(self.path), found=actual, expected=expected, remedy=remedy)
 
     def check_tensors(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Compare the tensors of the engine with their declarations, and store the types in `dtypes`."""
+        """Compare the tensors of the engine with their declarations, and store the types."""
         for declared, names in ((inputs, self._inputs), (outputs, self._outputs)):
             actual = {name: self._read_dtype_and_shape(name) for name in names}
             self.dtypes |= check_graph_tensors(actual, declared, self._make_tensor_error, reject_undeclared=True)
@@ -171,10 +162,7 @@ class TensorRTExecutable:
             raise self.make_mismatch_error(f"{size} {noun}", f"at most {max_size}, the limit of the engine", options)
 
     def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
-        """Return a function that runs the engine on tensors, as in `ExecutableGraph`.
-
-        It uses the smallest profile that supports the number of nodes. The library decides which passes it records.
-        """
+        """Bind tensors as in `ExecutableGraph`. The smallest profile that supports the number of nodes is used."""
         nodes = values["token_ids"].shape()[1] if "token_ids" in values else 0
         _, profile = min((ranges.nodes[2], i) for i, ranges in enumerate(self.profiles) if ranges.nodes[2] >= nodes)
         tensors = dict(values)
@@ -214,7 +202,7 @@ class TensorRTExecutable:
         return self._contexts[profile_index]
 
     def _require_success(self, success: bool, action: str) -> None:
-        """Raise EngineError if a call of the library failed; the message says that the library does not `action`."""
+        """Raise EngineError, which says that the library does not `action`, unless a call of the library succeeded."""
         if not success:
             library = f"{self._library.__name__} {self._library.__version__}"
             problem = f"{library} does not {action}: {format_first_error(self._errors)}"

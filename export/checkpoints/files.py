@@ -43,6 +43,7 @@ _LOG = logging.getLogger(__name__)
 _WRAPPERS = ("model", "module", "state_dict", "ema")  # keys of state dicts by preference; ema: average over training
 # Parts that compiled, data-parallel, sharded, checkpointed and averaged modules add to the names of weights.
 _ADDED = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_PEFT_PREFIX = "base_model.model."  # of models in which PEFT has merged an adapter
 _POINTER = re.compile(rb"version https://git-lfs")
 _PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 TOKENIZER = "tokenizer.json"
@@ -56,10 +57,7 @@ SHOWN = 6  # maximum number of names in a message; the message counts the others
 
 
 def wrap_reader_errors(reader: Reader) -> Reader:
-    """Return a reader, whose first argument is a path, that raises CheckpointError for every failure.
-
-    Warnings of libraries are suppressed.
-    """
+    """Return a reader of a path that raises CheckpointError for every failure, and hides warnings of libraries."""
 
     @wraps(reader)
     def run_reader(*args: Any, **kwargs: Any) -> Any:
@@ -93,12 +91,9 @@ def make_file_error(path: Path, name: str = "", problem: str = "", **parts: str)
 
 @dataclass(frozen=True)
 class Config:
-    """Fields of a configuration file.
+    """Fields of a configuration file, by their names in the file.
 
-    Args:
-        path: path of the file.
-        values: fields by their names in the file.
-        aliases: name of a field in the file, by the name that the code uses, for fields whose two names differ.
+    `aliases` are the names of fields in the file, by the name that the code uses, where the two differ.
     """
 
     path: Path
@@ -112,7 +107,7 @@ class Config:
         return make_file_error(self.path, self.aliases.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field without checks, or `default` if the field is missing or null."""
+        """Return the value of a field, or `default` if it is missing or null."""
         value = self.values.get(self.aliases.get(name, name))
         return default if value is None else value
 
@@ -197,11 +192,9 @@ def read_text(path: Path, max_bytes: int = _TEXT_LIMIT) -> str:
 def read_tokenizer(
     path: Path, vocab_size: int, required_ids: Mapping[str, int] | None = None, tokenizer_json: bytes | None = None
 ) -> Tokenizer:
-    """Read the tokenizer of a model, whose embedding table has `vocab_size` rows.
+    """Read the tokenizer of a model, whose embedding table has `vocab_size` rows, and which must have `required_ids`.
 
-    Args:
-        required_ids: token ids that the tokenizer must have, by token.
-        tokenizer_json: the tokenizer converted to `tokenizer.json`, if `path` has another format.
+    `tokenizer_json` is the tokenizer converted to `tokenizer.json`, if `path` has another format.
     """
     try:
         tokenizer = parse_tokenizer(read_regular_file(path, _TEXT_LIMIT) if tokenizer_json is None else tokenizer_json)
@@ -237,11 +230,10 @@ def read_weights(
     weights are removed. Tensors must be plain, finite and, together, not larger than the file.
 
     Args:
-        path: file to read.
-        progress: callback that gets the number of bytes read since the last call.
+        progress: gets the number of bytes read since the last call.
         prefer_ema: whether to read the averaged weights (the state dict `ema`) if the file also has other weights.
             None: the other weights are read, with a warning.
-        name_filter: function that returns whether to read the weight with a name.
+        name_filter: returns whether to read the weight with a name.
     """
     if not path.is_file():
         raise make_file_error(path, problem="no such file")
@@ -289,11 +281,20 @@ def read_weights(
     return {plain: weights[name].detach() for plain, name in names.items()}
 
 
+@wrap_reader_errors
+def read_training_arguments(path: Path) -> Config:
+    """Read the arguments that a training program stored beside the weights of a file; empty if there are none."""
+    content = _load_file(path) if path.is_file() and path.suffix in (".pt", ".pth") else {}
+    arguments = content.get("args") if isinstance(content, Mapping) else None
+    return Config(path, vars(arguments) if isinstance(arguments, argparse.Namespace) else {})
+
+
 def strip_wrapper_prefixes(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:
     """Remove the parts that wrapper modules (such as DataParallel) add to the names of weights, and their counters."""
     unwrapped: dict[str, Item] = {}
     for name, content in values_by_name.items():
-        plain = ".".join(part for part in name.split(".") if part not in _ADDED)
+        parts = name.removeprefix(_PEFT_PREFIX).split(".")
+        plain = ".".join(part for part in parts if part not in _ADDED)
         if plain in unwrapped:
             raise make_file_error(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
         if not name.endswith("n_averaged"):  # a buffer of averaged modules

@@ -47,9 +47,8 @@ class Checkpoint:
     """Configuration, tokenizer and weights in a file or folder.
 
     Args:
-        path: path of the file or folder.
         role: role in the bundle: `target`, `vq`, `drafter` or `text_encoder`.
-        progress: progress callback, which gets the megabytes read.
+        progress: gets the megabytes read.
         prefer_ema: whether to prefer averaged weights in a file with both kinds; None: other weights, with a warning.
         adapters: adapters to merge into the weights, in this order.
         tied_weights: weights that are copies of other weights: name of the original, by name of the copy. As in PEFT,
@@ -83,15 +82,7 @@ class Checkpoint:
         return read_config(self.require_file(name, name.removesuffix(".json")))
 
     def read_model_config(self, repository: str, *model_types: str) -> Config:
-        """Read config.json and check that the folder has the layout of a repository.
-
-        Args:
-            repository: repository on the hub with the expected layout.
-            model_types: allowed values of `model_type`; empty for any.
-
-        Raises:
-            CheckpointError: the folder has another layout.
-        """
+        """Read config.json, and check that the folder has the layout of a repository and one of the types, if given."""
         remedy = f"give the folder of {repository} or one like it"
         if not (self.path / "config.json").is_file() and any(self.path.glob("models/*/consolidated*.pth")):
             raise self.make_error(
@@ -121,7 +112,7 @@ class Checkpoint:
         """Read all weights of the file or folder into `weights`. Safetensors files take precedence over other formats.
 
         Args:
-            name_filter: function that returns whether to read the weight with a name.
+            name_filter: returns whether to read the weight with a name.
             optional_names: names of tied weights that may be in the index but not in the files, because conversion
                 programs drop them from the files.
 
@@ -176,7 +167,7 @@ class Checkpoint:
         return self.prefix + _map_weight_name(name, self.stored_names)
 
     def rename_weights(self, stored_names: Mapping[str, str]) -> None:
-        """Rename weights to the names that the code uses, by `stored_names`: name in the files by new name."""
+        """Rename weights by `stored_names`: name in the files by the name that the code uses."""
         new_names = {file_name: name for name, file_name in stored_names.items()}
         self.weights = {_map_weight_name(name, new_names): weight for name, weight in self.weights.items()}
         self.stored_names.update(stored_names)
@@ -197,7 +188,7 @@ class Checkpoint:
         return format_names([self.get_stored_name(name) for name in self.weights])
 
     def count_layers(self, prefix: str) -> int:
-        """Count the layers of a network. The names of their weights are `prefix`, then a layer's number 0, 1, ..."""
+        """Count the layers of a network, whose weights are named by `prefix` and a layer's number 0, 1, ..."""
         parts = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
         return next(i for i in range(len(parts) + 1) if str(i) not in parts)
 
@@ -208,13 +199,7 @@ class Checkpoint:
         return Checkpoint(self.path, self.role, weights=weights, prefix=self.prefix + prefix)
 
     def load_module_weights(self, module: nn.Module) -> None:
-        """Load all weights into a module, which must have the same names and shapes.
-
-        The weights are not copied and keep the dtype of the checkpoint.
-
-        Raises:
-            CheckpointError: weights are missing, unexpected or have another shape.
-        """
+        """Load all weights, without copying them, into a module, which must have the same names and shapes."""
         wanted = module.state_dict()
         weights = self.weights
         problems = _describe_differences(wanted.keys(), weights.keys(), self.get_stored_name)

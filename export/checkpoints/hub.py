@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
+from os.path import exists
 from pathlib import Path
 from typing import TypeGuard
 
@@ -41,13 +42,14 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
     """Return the local path of a checkpoint's file or folder; download it first if `source` is a hub reference.
 
     Args:
-        source: local path, which is returned unchanged, or hub reference.
         file_patterns: names of files to download instead of a model's weights, such as `processor/*`. The first name
             must not have wildcards.
         side_files: names of further files to download if they exist, besides configurations and `tokenizer.json`.
     """
     text = source.as_posix() if isinstance(source, Path) else source
     if not text.startswith(HUB):
+        if not exists(source):
+            raise CheckpointError("no such file or folder", field=text, remedy="give a path or hf:owner/name")
         return Path(source)
     repository, file, revision = parse_hub_reference(text, CheckpointError)
     from huggingface_hub import try_to_load_from_cache
@@ -74,9 +76,9 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
 def measure_download_size(
     source: str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Measure how large a checkpoint on the hub is, and how much of it `fetch_checkpoint` would download, in bytes.
+    """Return the size of a checkpoint on the hub, and of what `fetch_checkpoint` would download of it, in bytes.
 
-    Both sizes are 0 if the hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
+    Both are 0 if the hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
     """
     from huggingface_hub import try_to_load_from_cache
 

@@ -66,9 +66,7 @@ class LoraAdapter:
     def merge(self, weights: Weights, name_filter: Callable[[str], bool]) -> None:
         """Replace each adapted weight by a deferred tensor: the sum of the weight and the adapter's product.
 
-        Args:
-            weights: weights of the checkpoint, which are changed.
-            name_filter: function that tells whether the reader needs a weight; adapters of other weights are ignored.
+        Adapters of weights that the reader does not need, by `name_filter`, are ignored.
         """
         base_names = {_strip_model_prefix(name): name for name in weights}
         merged = set[str]()

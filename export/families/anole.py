@@ -28,23 +28,17 @@ def read_anole(
     drafter: Path | None = None,
     grid: int | None = None,
 ) -> BundleContents:
-    """Read Anole with its VQGAN.
-
-    Args:
-        target: folder with config.json, tokenizer.json and weights.
-        vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
-        drafter: folder of the drafter in LANTERN's layout; None: no drafter.
-        grid: number of grid rows; None: the number that follows from the resolution in vqgan.yaml.
-    """
+    """Read Anole with its VQGAN; `grid` defaults to the grid rows that follow from the resolution in vqgan.yaml."""
     config = read_chameleon_config(target, CHAMELEON, "leloy/Anole-7b-v0.1-hf")  # before large files are read
-    vqgan = read_vqgan(vq, target.progress)
-    rows = grid or vqgan.grid
+    vqgan, trained_rows = read_vqgan(vq, target.progress)
+    rows = grid or trained_rows
     if rows is None:
         raise CheckpointError(
             field="grid", found="nothing, and no .yaml beside the .ckpt", expected="the number of grid rows"
         )
-    if vqgan.grid not in (None, rows):
-        raise CheckpointError(field="grid", found=str(rows), expected=f"no grid, or {vqgan.grid} as in the .yaml of vq")
+    if trained_rows not in (None, rows):
+        expected = f"no grid, or {trained_rows} as in the .yaml of vq"
+        raise CheckpointError(field="grid", found=str(rows), expected=expected)
     codes, names = read_token_ids(config, PROMPT_TOKENS)
     start, end, begin = (names[name] for name in PROMPT_TOKENS)
     layout = TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))

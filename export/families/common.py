@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
+from ...bundle.manifest import DecodingDefaults, Preset, Size
 from ...bundle.order import GroupOrderSpec
 from ...engines.contracts import TensorSpec
+from ...engines.function_tensors import declare_image_tensors
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Eagle, GroupDecoding, Lantern, LanternPlusPlus, Sampling
@@ -20,7 +22,7 @@ from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import PromptCondition
 from ..graph.graphs import Graph, make_target_graph, name_test_cases
 from ..model import BundleContents
-from ..models.decoder import Decoder, get_decoder_spec_fields
+from ..models.decoder import Decoder
 from ..models.eagle import LoadedDrafter, make_drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
@@ -37,7 +39,6 @@ def build_image_model(
     condition: PromptCondition,
     vq: LlamaGenVQ | None,
     sampling: Sampling,
-    sources: list[tuple[str, Path]],
     drafter: LoadedDrafter | None = None,
     sizes: Sequence[Size] = (),
     default_grid: tuple[int, int] | None = None,
@@ -49,42 +50,41 @@ def build_image_model(
     """Return the contents of a bundle.
 
     Args:
-        decoder: the target.
         code_embeddings: the target's input embeddings of all image tokens, `[tokens, hidden_size]`. The first rows
             belong to the codes. Further rows belong to other tokens, the last of which is the end-of-row token, or to
             the learned vectors of `order`.
-        condition: graph and manifest entry that convert prompts to prefix rows.
-        vq: image tokenizer; None: the bundle generates codes for another program.
-        sampling: default sampling settings.
-        sources: roles and paths of the checkpoint files, without the files of the drafter.
-        drafter: drafter of the target; None: no drafter.
+        vq: image tokenizer; None: the bundle generates codes for another program, and needs `codebook` and
+            `pixels_per_cell`.
         sizes: image sizes of the manifest; empty: only the default size.
         default_grid: rows and columns of the default image; None: the square grid of the decoder's configuration.
         row_end: index in `code_embeddings` of the end-of-row token, which follows every grid row except the last; None:
             rows end without a token.
         order: groups of cells that are generated in one forward pass; None: one cell at a time.
-        codebook: codebook vectors `[codes, width]`; needed only without an image tokenizer.
-        pixels_per_cell: height and width of a cell in pixels; needed only without an image tokenizer.
+        codebook: codebook vectors `[codes, width]`.
+        pixels_per_cell: height and width of a cell in pixels.
 
     Raises:
         CheckpointError: the image tokenizer has another number of codes than the target.
     """
     config = decoder.config
     num_codes = config.vocab_size
+    sources = [*decoder.checkpoint.sources]
     if vq is not None:
         pixels_per_cell = vq.config.pixels_per_cell
         codebook = vq.codebook
+        sources += vq.checkpoint.sources
         if vq.config.num_codes != num_codes:
             expected = f"{num_codes}: the VQ tokenizer that belongs to the transformer"
             raise CheckpointError(field="vq", found=f"{vq.config.num_codes} codes", expected=expected)
     assert codebook is not None
     rows, columns = default_grid or (config.grid, config.grid)
     graphs = [make_target_graph(decoder, list_concatenated_tensors(code_embeddings)[0])]
+    sources += condition.sources
     drafter_spec = None
     if drafter is not None:
-        sources = [*sources, *drafter.sources]
+        sources += drafter.drafter.checkpoint.sources
         graphs.append(make_drafter_graph(drafter.drafter))
-        drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.drafter.config), **drafter.spec_fields)
+        drafter_spec = drafter.drafter.config.make_drafter_spec(**drafter.spec_fields)
     return BundleContents(
         graphs=[
             *graphs,
@@ -93,7 +93,7 @@ def build_image_model(
         ],
         code_embeddings=code_embeddings,
         codebook=codebook.numpy(),
-        sources=sources,
+        sources=[*dict.fromkeys(sources)],
         target_sha256=drafter and drafter.target_sha256,
         extra_files={} if condition.tokenizer_json is None else {"tokenizer": (TOKENIZER, condition.tokenizer_json)},
         manifest_fields={
@@ -106,13 +106,22 @@ def build_image_model(
             "row_end": row_end,
             "order": order,
             **({} if order is None else {"presets": {"strict": Preset(method=GroupDecoding())}}),
-            "target": DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions),
+            "target": config.make_target_spec(),
             "drafter": drafter_spec,
             "condition": condition.spec,
             "sampling": sampling,
             "decoding": _make_default_decoding(drafter is not None, min(MAX_NEIGHBORS, num_codes - 1)),
         },
     )
+
+
+def make_size(rows: int, columns: int, pixels_per_cell: int, **fields: Any) -> Size:
+    name = f"{columns * pixels_per_cell}x{rows * pixels_per_cell}"
+    return Size(name=name, rows=rows, columns=columns, **fields)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def list_grid_shapes(image_pixels: int, pixels_per_cell: int) -> list[tuple[int, int]]:
@@ -129,7 +138,7 @@ def check_grid_rows(grid: int | None) -> None:
 
 
 def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: bool = False) -> list[Graph]:
-    """Return the graphs of an image tokenizer, `vq_decoder` and `vq_encoder`, for square grids or for any size."""
+    """Return the graphs `vq_decoder` and `vq_encoder` of an image tokenizer, for square grids or for any size."""
     config = image_tokenizer.config
     side = min(grid, max(2, _TEST_PIXELS // config.pixels_per_cell)) if accepts_any_size else grid
     pixels = side * config.pixels_per_cell
@@ -140,12 +149,9 @@ def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: boo
     decoder_cases = name_test_cases(*({"codes": generator.integers(config.num_codes, size=shape)} for shape in shapes))
     uniform = (generator.uniform(-1, 1, (images, 3, pixels, pixels)) for images in batches)
     encoder_cases = name_test_cases(*({"images": images.astype(np.float32)} for images in uniform))
-    image_axes = ("height", "width") if accepts_any_size else (pixels, pixels)
     grid_axes = ("rows", "columns") if accepts_any_size else (grid, grid)
-    image = TensorSpec("images", ("float32",), ("images", 3, *image_axes))
+    codes, image, encoded = declare_image_tensors(None if accepts_any_size else grid * grid, pixels, pixels)
     latents = TensorSpec("pre_quant", ("float32",), ("images", config.code_width, *grid_axes))
-    codes = TensorSpec("codes", ("int64",), ("images", *grid_axes) if accepts_any_size else ("images", grid * grid))
-    encoded = TensorSpec("codes", ("int64",), ("images", "cells" if accepts_any_size else grid * grid))
     decoder = VQDecoder(image_tokenizer, None if accepts_any_size else grid)
     return [
         Graph("vq_decoder", decoder, (codes,), (image,), decoder_cases),

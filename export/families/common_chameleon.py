@@ -23,7 +23,7 @@ from ..model import BundleContents
 from ..models.decoder import Decoder
 from ..models.eagle import read_drafter
 from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
-from ..models.vq_checkpoints import LoadedVQGAN
+from ..models.llamagen_vq import LlamaGenVQ
 from .common import build_image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
@@ -78,7 +78,7 @@ class ChameleonTarget:
         )
 
     def build_model(
-        self, vqgan: LoadedVQGAN, drafter: Path | None, num_extra_tokens: int = 0, **fields: Any
+        self, vq: LlamaGenVQ, drafter: Path | None, num_extra_tokens: int = 0, **fields: Any
     ) -> BundleContents:
         """Read the target and its drafter, and return the contents of a bundle with a VQGAN.
 
@@ -97,8 +97,7 @@ class ChameleonTarget:
             # A drafter computes token ids as `code_offset` + index in this table, so the table may skip no token.
             code_embeddings=embeddings[offset : self.code_token_ids.stop + num_extra_tokens],
             condition=condition,
-            vq=vqgan.vq,
-            sources=[*self.checkpoint.sources, *vqgan.sources],
+            vq=vq,
             drafter=loaded_drafter,
             **fields,
         )
@@ -118,11 +117,7 @@ def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository:
 
 
 def read_token_ids(config: Config, required_names: Sequence[str]) -> tuple[range, Mapping[str, int]]:
-    """Return the ids of codes, and of `required_names` by name, from `vocabulary_map` in config.json.
-
-    Raises:
-        CheckpointError: the configuration has no codes with consecutive ids, or lacks a name.
-    """
+    """Return the ids of codes, which must be consecutive, and of `required_names`, from `vocabulary_map`."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
         raise config.make_error("vocabulary_map", expected="token ids by names, image tokens included")

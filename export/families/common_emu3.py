@@ -14,13 +14,19 @@ from ...bundle.manifest import Size
 from ...inputs import format_value, require_library, split_lines
 from ...methods import Sampling
 from ..checkpoints.deferred import defer_concatenation
-from ..checkpoints.files import Config, make_file_error, read_text, read_tokenizer, wrap_reader_errors
+from ..checkpoints.files import (
+    Config,
+    make_file_error,
+    read_text,
+    read_tokenizer,
+    wrap_reader_errors,
+)
 from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import make_token_condition
 from ..model import BundleContents
 from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
 from ..models.llamagen_vq import LlamaGenVQ
-from .common import build_image_model
+from .common import build_image_model, encode_text, make_size
 
 START = "<|extra_203|>"
 BEGIN = "<|image start|>"
@@ -62,7 +68,6 @@ def build_emu3_model(
     config: Config,
     tokenizer_file: tuple[Path, bytes | None],
     vq: LlamaGenVQ,
-    vq_checkpoint: Checkpoint,
     *,
     grids: Sequence[tuple[int, int]],
     make_layout: Callable[[Tokenizer], TokenLayout],
@@ -70,14 +75,10 @@ def build_emu3_model(
     prefix: str = "model.",
     head_name: str = "lm_head.weight",
 ) -> BundleContents:
-    """Return the contents of a bundle.
+    """Return the contents of a bundle, from a target whose weights were read and the result of `find_tokenizer`.
 
-    Args:
-        target: folder whose weights were read.
-        config: config.json; a section `text_config` has the settings of the decoder.
-        tokenizer_file: result of `find_tokenizer`.
-        grids: rows and columns of the image sizes, the default first.
-        prefix: prefix of the decoder's weights.
+    `grids` are rows and columns of the image sizes, the default first. `prefix` and `head_name` are names of the
+    decoder's weights.
     """
     path, tokenizer_json = tokenizer_file
     names = {"embed.weight": f"{prefix}embed_tokens.weight", "head.weight": head_name}
@@ -97,7 +98,6 @@ def build_emu3_model(
         condition=make_token_condition(embeddings, sizes.prefix, layout, path, tokenizer_json=tokenizer_json),
         vq=vq,
         sampling=sampling,
-        sources=[*target.sources, *vq_checkpoint.sources],
         sizes=[make_emu3_image_size(tokenizer, *grid, vq.config.pixels_per_cell) for grid in grids],
         default_grid=grids[0],
         row_end=len(codes),
@@ -106,12 +106,7 @@ def build_emu3_model(
 
 def make_emu3_image_size(tokenizer: Tokenizer, rows: int, columns: int, pixels_per_cell: int) -> Size:
     """Return an image size with the tokens that describe it at the end of a prompt."""
-    tokens = encode_text(tokenizer, f"{rows}*{columns}{_IMAGE}")
-    return Size(name=f"{columns * pixels_per_cell}x{rows * pixels_per_cell}", rows=rows, columns=columns, tokens=tokens)
-
-
-def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+    return make_size(rows, columns, pixels_per_cell, tokens=encode_text(tokenizer, f"{rows}*{columns}{_IMAGE}"))
 
 
 def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
@@ -151,9 +146,6 @@ def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[st
     """Convert a tiktoken file, of tokens in base 64 and their ranks, to the content of a `tokenizer.json`.
 
     `split_pattern` splits a text after Unicode normalisation (NFC). The ids of special tokens follow the ranks.
-
-    Raises:
-        EngineError: transformers is not installed.
     """
     require_library("transformers", str(path), "export")
     from transformers.convert_slow_tokenizer import TikTokenConverter

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
-from ..checkpoints.files import Config, read_config
+from ..checkpoints.files import Config, read_config, read_training_arguments
 from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import CaptionCondition, ClassCondition, make_text_condition
 from ..model import BundleContents
@@ -109,7 +109,6 @@ class LlamaGenTransformer(NamedTuple):
     decoder: Decoder
     code_embeddings: Tensor  # embeddings of the codes, float32 `[codes, hidden_size]`
     condition: ClassCondition | CaptionCondition  # module that computes the prefix rows
-    checkpoint: Checkpoint
     is_lantern_layout: bool
     config: Config  # configuration; empty if there is no configuration file
     extra_weights: dict[str, Tensor]  # weights that LlamaGen does not have, float32, by their names in the files
@@ -149,18 +148,15 @@ def read_llamagen_transformer(
     )
     extra_weights = {name: checkpoint.weights.pop(name).float() for name in variant.extra_weights}
     decoder, embeddings = load_llama_decoder(checkpoint, sizes)
-    return LlamaGenTransformer(
-        decoder, embeddings.float(), condition, checkpoint, is_lantern_layout, values, extra_weights
-    )
+    return LlamaGenTransformer(decoder, embeddings.float(), condition, is_lantern_layout, values, extra_weights)
 
 
 def build_llamagen_model(
     transformer: LlamaGenTransformer, vq: Path, *, weights: str | None, text_encoder: Path | None = None, **fields: Any
 ) -> BundleContents:
     """Return the contents of a bundle with LlamaGen's image tokenizer. `fields` are for `build_image_model`."""
-    checkpoint = transformer.checkpoint
-    image_tokenizer, vq_sources = read_llamagen_vq(vq, checkpoint.progress, checkpoint.prefer_ema)
-    sources = [*checkpoint.sources, *vq_sources]
+    checkpoint = transformer.decoder.checkpoint
+    image_tokenizer = read_llamagen_vq(vq, checkpoint.progress, checkpoint.prefer_ema)
     module = transformer.condition
     if text_encoder is None:
         condition = module.make_condition()
@@ -168,14 +164,12 @@ def build_llamagen_model(
         raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
     else:
         encoder = read_text_encoder(text_encoder, module.uncond.shape[1], checkpoint.progress)
-        condition = make_text_condition(encoder.encoder, encoder.tokenizer, module)
-        sources += encoder.sources
+        condition = make_text_condition(encoder.encoder, encoder.tokenizer, module)._replace(sources=encoder.sources)
     model = build_image_model(
         decoder=transformer.decoder,
         code_embeddings=transformer.code_embeddings,
         condition=condition,
         vq=image_tokenizer,
-        sources=sources,
         **fields,
     )
     return replace(model, weights=weights)
@@ -201,7 +195,8 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
         raise checkpoint.make_error(
             problem="LlamaGen in LANTERN's layout without its config.json", remedy="give the folder with both"
         )
-    values = Config(path, {}) if config is None else read_config(config)
+    sizes = _read_training_sizes(path)
+    values = Config(path, sizes) if config is None else read_config(config).with_defaults(sizes)
     if is_lantern_layout:
         rename_llama_weights(checkpoint, "model.", _LANTERN_NAMES)
     else:
@@ -214,6 +209,14 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
         expected = "a LlamaGen transformer, with class or caption embeddings and tok_embeddings"
         raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     return values, is_lantern_layout
+
+
+def _read_training_sizes(path: Path) -> dict[str, Any]:
+    """Return the sizes that the arguments of LlamaGen's training program determine; None if a file has none."""
+    arguments = read_training_arguments(path)
+    image_size = arguments.get_integer("image_size")
+    cells = (image_size // (arguments.get_integer("downsample_size") or _CELL)) ** 2 if image_size else None
+    return {"block_size": cells, "num_classes": arguments.get("num_classes")}
 
 
 def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:

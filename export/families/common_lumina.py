@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
+from .common import make_size
 from .common_chameleon import PROMPT_TOKENS
 
 TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
@@ -47,12 +48,8 @@ def list_size_token_names(patch_grids: Sequence[tuple[int, int]]) -> list[str]:
 def make_lumina_image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch_side: int) -> Size:
     """Return an image size with the tokens that describe it at the end of a prompt."""
     tokens = (PROMPT_TOKENS[-1], _size_token_name(rows), _size_token_name(columns))
-    return Size(
-        name=f"{_PATCH_PIXELS * columns}x{_PATCH_PIXELS * rows}",
-        rows=patch_side * rows,
-        columns=patch_side * columns,
-        tokens=tuple(token_ids[name] for name in tokens),
-    )
+    ids = tuple(token_ids[name] for name in tokens)
+    return make_size(patch_side * rows, patch_side * columns, _PATCH_PIXELS // patch_side, tokens=ids)
 
 
 def _size_token_name(num_patches: int) -> str:

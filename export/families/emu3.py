@@ -21,8 +21,8 @@ from ..family import ModelFamily
 from ..model import BundleContents
 from ..models.movqgan import load_emu3_vq
 from ..models.vq_checkpoints import CODEBOOK
-from .common import list_grid_shapes
-from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, encode_text, find_tokenizer, is_emu35_config
+from .common import encode_text, list_grid_shapes
+from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, find_tokenizer, is_emu35_config
 
 # Values of Emu3's published program: suffix of every caption, text of the unconditional row, sampling settings.
 SUFFIX = " masterpiece, film grained, best quality."
@@ -47,13 +47,9 @@ def read_emu3(
     *,
     grid: int | None = None,
 ) -> BundleContents:
-    """Read Emu3-Gen in the layout of transformers or in the published layout.
+    """Read Emu3-Gen in the layout of transformers, which includes the image tokenizer, or in the published layout.
 
-    Args:
-        target: folder with config.json, tokenizer and weights.
-        vq: folder of Emu3-VisionTokenizer; None for the layout of transformers, which includes it.
-        grid: grid rows of the square image size; None for the published size. The other image sizes have about as many
-            pixels.
+    `grid` is the number of grid rows of the square image size. The other sizes have about as many pixels.
     """
     config = target.read_model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
     includes_vq = config.get("model_type") == _TRANSFORMERS
@@ -75,7 +71,6 @@ def read_emu3(
         config,
         tokenizer_file,
         image_tokenizer,
-        vq_checkpoint,
         grids=list_grid_shapes(_AREA if grid is None else (grid * scale) ** 2, scale),
         make_layout=make_emu3_prompt_layout,
         sampling=_SAMPLING,

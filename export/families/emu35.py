@@ -18,7 +18,8 @@ from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
 from ..model import BundleContents
 from ..models.vq_checkpoints import load_vqgan
-from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, encode_text, find_tokenizer, is_emu35_config
+from .common import encode_text
+from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, find_tokenizer, is_emu35_config
 
 # Values of the published program: template, template of the unconditional row, sampling settings, and rows and columns
 # of the image sizes, the default first.
@@ -35,12 +36,7 @@ _CHECKPOINT = "model.ckpt"  # weights of an image tokenizer without safetensors
 
 
 def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
-    """Read Emu3.5-Image.
-
-    Args:
-        target: folder with config.json, emu3.tiktoken, emu3_vision_tokens.txt and weights.
-        vq: folder of Emu3.5-VisionTokenizer, or its file.
-    """
+    """Read Emu3.5-Image; `vq` is the folder of Emu3.5-VisionTokenizer, or its file."""
     config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3")
     tokenizer_file = find_tokenizer(target)
     file = vq / _CHECKPOINT
@@ -56,7 +52,6 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
         config,
         tokenizer_file,
         image_tokenizer,
-        vq_checkpoint,
         grids=SIZES,
         make_layout=_make_prompt_layout,
         sampling=_SAMPLING,

@@ -38,7 +38,7 @@ from ..model import BundleContents
 from ..models.decoder import DecoderConfig
 from ..models.llama import load_llama_decoder, make_decoder_config, read_rope_settings, rename_llama_weights
 from ..models.source_encoder import SourceImageEncoder, load_source_image_encoder
-from .common import build_image_model, list_grid_shapes
+from .common import build_image_model, encode_text, list_grid_shapes, make_size
 
 MAX_PROMPT = 2048  # maximum number of prompt tokens; the codes of a source image of 1024 pixels take 1024 of them
 PIXELS = 32  # height and width of a cell in pixels
@@ -64,9 +64,7 @@ _TRANSFORMERS_TOP_K = 50  # the default of transformers, for a generation_config
 def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleContents:
     """Read the autoregressive part of GLM-Image.
 
-    Args:
-        target: folder with `vision_language_encoder` and `processor`.
-        grid: grid rows of the square image size, 32 by default, for 1024 pixels. Other sizes have about as many codes.
+    `grid` is the number of grid rows of the square image size, 32 by default. Other sizes have about as many codes.
     """
     if not all((target.path / part).is_dir() for part in _PARTS):
         raise target.make_error(found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
@@ -107,7 +105,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
     model = build_image_model(
         decoder=decoder,
         code_embeddings=embeddings[:codes],
-        condition=make_token_condition(embeddings, sizes.prefix, layout, path),
+        condition=make_token_condition(embeddings, sizes.prefix, layout, path)._replace(sources=processor.sources),
         vq=None,
         codebook=codebook,
         pixels_per_cell=PIXELS,
@@ -116,7 +114,6 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
             top_k=top_k if top_k < codes else 0,
             top_p=min(1.0, generation.get_number("top_p", 1.0)),
         ),
-        sources=[*checkpoint.sources, *processor.sources],
         sizes=image_sizes,
     )
     if encoder is None:
@@ -242,14 +239,14 @@ def _make_prompt_layout(
     for number, (rows, columns) in enumerate(grid_shapes):
         small = compute_first_grid_shape(rows, columns)
         grids = (f"<sop>{rows} {columns}<eop>", f"<sop>{small[0]} {small[1]}<eop>")
-        (first, *tokens), second = (tokenizer.encode(text, add_special_tokens=False).ids for text in grids)
+        (first, *tokens), second = (encode_text(tokenizer, text) for text in grids)
         if first != tokenizer.token_to_id("<sop>"):
             raise make_file_error(path, problem="lacks <sop>", remedy="give the model's own tokenizer")
         sizes.append(
-            Size(
-                name=f"{columns * PIXELS}x{rows * PIXELS}",
-                rows=rows,
-                columns=columns,
+            make_size(
+                rows,
+                columns,
+                PIXELS,
                 tokens=(*tokens, *second, image_start_id),
                 source_tokens=(*tokens, image_start_id),
                 first_grid=small,

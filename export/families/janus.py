@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,41 +45,21 @@ _DEFAULTS = {
 }
 
 
-class _CheckpointLayout(Protocol):
-    """Layout of a Janus folder: the names of its weights, and the settings in its other files."""
-
-    language_prefix: str
-    code_embeddings_name: str
-    aligner: str  # prefix of the network (the aligner) that converts the embeddings of codes to inputs of the decoder
-    head_layers: tuple[str, str]
-    vq: str  # prefix of the image tokenizer's weights
-    # Prefixes of weights that are needed only to understand images, to generate text or to train.
-    unused_prefixes: tuple[str, ...]
-    text_config: Config  # settings of the decoder, by transformers' names
-    vision_config: Config  # settings with `image_size`, the height and width of an image in pixels
-    cfg_scale: float
-
-    def list_aligner_layer_names(self, num_layers: int) -> list[str]:
-        """Return the names of the aligner's layers after the prefix `aligner`."""
-
-    def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
-        """Return the ids of start of sequence, padding and begin of image, below `num_embeddings`."""
-
-
 class _TransformersLayout:
     """Layout of transformers, whose generation_config.json has the ids of special tokens."""
 
     language_prefix = "model.language_model."
     code_embeddings_name = "model.generation_embeddings.weight"
-    aligner = "model.generation_aligner."
+    aligner = "model.generation_aligner."  # network that converts the embeddings of codes to inputs of the decoder
     head_layers = ("model.generation_head.proj_out", "model.generation_head.vision_head")
     vq = "model.vqmodel."
+    # Weights that are needed only to understand images, to generate text or to train.
     unused_prefixes: tuple[str, ...] = ("model.vision_model.", "model.aligner.", "lm_head.")
 
     def __init__(self, target: Checkpoint, config: Config) -> None:
         config.get_section("vq_config").check_value("hidden_act", "gelu", None)
         self.text_config = config.get_section("text_config")
-        self.vision_config = config.get_section("vision_config")
+        self.vision_config = config.get_section("vision_config")  # has `image_size`, the side of an image in pixels
         self.generation = target.read_config_file("generation_config.json")
         # transformers generates without guidance at scales up to 1.
         self.cfg_scale = max(1.0, self.generation.get_number("guidance_scale", _CFG_SCALE))
@@ -89,6 +68,7 @@ class _TransformersLayout:
         return ["fc1", *(f"hidden_layers.{i}" for i in range(num_layers - 1))]
 
     def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
+        """Return the ids of start of sequence, padding and begin of image."""
         extra = self.generation.get("generation_kwargs", {})
         names = ("bos_token_id", "pad_token_id", "boi_token_id")
         ids = {name: self.generation.get(name) for name in names}
@@ -144,13 +124,11 @@ class _DeepSeekLayout:
         return start, padding, begin
 
 
-def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
-    """Read Janus or Janus-Pro.
+_CheckpointLayout = _TransformersLayout | _DeepSeekLayout
 
-    Args:
-        target: folder with config.json, tokenizer.json, weights and, in transformers' layout, generation_config.json.
-        roles: names of user and assistant in the chat turn, separated by a comma.
-    """
+
+def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
+    """Read Janus or Janus-Pro. `roles` are the names of user and assistant in the chat turn, with a comma between."""
     config = target.read_model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
     layout: _CheckpointLayout = (_TransformersLayout if config.get("model_type") == "janus" else _DeepSeekLayout)(
         target, config
@@ -188,7 +166,6 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
         condition=make_token_condition(text_embeddings, decoder.config.prefix, prompt, tokenizer),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=layout.cfg_scale),
-        sources=target.sources,
     )
 
 

@@ -28,8 +28,6 @@ def read_llamagen(
 
     Args:
         target: official file, or folder with its shards or in LANTERN's layout.
-        vq: file of the VQ tokenizer.
-        drafter: folder of the drafter in LANTERN's layout; None: no drafter.
         text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
         config: JSON file of the model's arguments. None: config.json in the folder. For an official file, a config.json
             beside the file is read if all of its fields are arguments of the model.

@@ -39,12 +39,8 @@ def read_lumina(
 ) -> BundleContents:
     """Read Lumina-mGPT with Chameleon's VQGAN.
 
-    Args:
-        target: folder with config.json, tokenizer.json and weights.
-        vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
-        drafter: folder of the drafter in LANTERN's layout; None: no drafter.
-        grid: number of grid rows of the square image size, an even number: 32, 48 or 64 for the published models. Other
-            image sizes have about as many codes.
+    `grid` is the number of grid rows of the square image size: 32, 48 or 64 for the published models. Other image sizes
+    have about as many codes.
     """
     if grid is None or grid % _PATCH:
         expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, as its files do not contain the size"
@@ -67,7 +63,7 @@ def read_lumina(
         has_position_limit=False,  # the published program computes rotations for all positions
     )
     return model.build_model(
-        read_vqgan(vq, target.progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
+        read_vqgan(vq, target.progress)[0],  # the resolution in vqgan.yaml is that of training and does not matter
         drafter,
         num_extra_tokens,
         sampling=_SAMPLING,

@@ -38,17 +38,14 @@ _SAMPLING = Sampling(cfg_scale=4.0, cfg_final=4.0, top_k=4096)  # settings of th
 def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> BundleContents:
     """Read Lumina-mGPT 2.0 with MoVQGAN.
 
-    Args:
-        target: folder with config.json, tokenizer.json, tokenizer_config.json and weights.
-        vq: `movqgan_270M.ckpt`, or a folder with it.
-        grid: number of grid rows of the square image size, a multiple of 4; None: 96 rows, which are 768 pixels. Other
-            image sizes have about as many codes.
+    `grid` is the number of grid rows of the square image size, a multiple of 4; 96 rows are 768 pixels. Other image
+    sizes have about as many codes.
     """
     rows = grid or _GRID
     if rows % _PATCH:
         raise CheckpointError(field="grid", found=str(rows), expected="a multiple of 4; 96 rows are 768 pixels")
     config = read_chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
-    image_tokenizer, vq_sources = read_movqgan(vq, target.progress)
+    image_tokenizer = read_movqgan(vq, target.progress)
     count = image_tokenizer.config.num_codes
     size = config.get_integer("vocab_size")
     if size is None or size <= count:
@@ -76,7 +73,6 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
         condition=condition,
         vq=image_tokenizer,
         sampling=_SAMPLING,
-        sources=[*dict.fromkeys([*target.sources, *vq_sources])],
         sizes=[make_lumina_image_size(*pair, names, _PATCH) for pair in patches],
         row_end=count,
     )

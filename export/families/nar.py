@@ -46,11 +46,9 @@ def read_nar(
     grid: int | None = None,
     weights: str | None = None,
 ) -> BundleContents:
-    """Read NAR with LlamaGen's VQ tokenizer. Takes the arguments of `read_llamagen` but `drafter`, and:
+    """Read NAR with LlamaGen's VQ tokenizer. Takes the arguments of `read_llamagen` but `drafter`.
 
-    Args:
-        config: JSON file of the model's arguments, whose `n_layer` does not count the last layer; None: config.json.
-        grid: number of grid rows: 16, or 32 with text prompts. None: the number that the files determine.
+    In a configuration, `n_layer` does not count the last layer. The grid has 16 rows, or 32 with text prompts.
     """
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
     transformer.config.check_value("medusa_attention_num", 1, None)

@@ -23,7 +23,7 @@ from ..graph.conditions import make_token_condition
 from ..model import BundleContents
 from ..models.cosmos_vq import load_cosmos_vq
 from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
-from .common import build_image_model, list_grid_shapes
+from .common import build_image_model, encode_text, list_grid_shapes, make_size
 
 # Tokens, texts and guidance of the published generate.py. Its top-k is left out here, because it allows all codes.
 START = "<|t2i|>"
@@ -40,13 +40,10 @@ _HEAD = "lm_head.weight"
 
 
 def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> BundleContents:
-    """Read SimpleAR with the Cosmos tokenizer.
+    """Read SimpleAR with the Cosmos tokenizer, whose folder has encoder and decoder as .jit or .safetensors files.
 
-    Args:
-        target: folder with config.json, tokenizer.json and weights, in the layout of transformers.
-        vq: folder with encoder and decoder of the Cosmos tokenizer, as .jit or .safetensors files.
-        grid: number of grid rows of the default image size, a square; None: 64 rows. Other image sizes have about as
-            many codes, or are smaller squares.
+    `grid` is the number of grid rows of the default image size, a square of 64 rows. Other sizes have about as many
+    codes, or are smaller squares.
     """
     config = target.read_model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
     path = target.find_tokenizer_path()
@@ -77,7 +74,6 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> B
         ),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=6.0, repetition_penalty=generation.get_number("repetition_penalty", 1.0)),
-        sources=[*target.sources, *vq_checkpoint.sources],
         sizes=sizes,
     )
     return replace(model, num_neighbors=_NEIGHBORS)
@@ -87,10 +83,7 @@ FAMILY = ModelFamily(read_simplear, model_types=("qwen2",))
 
 
 def make_simplear_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
-    start, end, uncond = (
-        tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-        for text in (START, BEGIN, START + negative_text + BEGIN)
-    )
+    start, end, uncond = (encode_text(tokenizer, text) for text in (START, BEGIN, START + negative_text + BEGIN))
     return TokenLayout(template=TEMPLATE, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
@@ -100,7 +93,4 @@ def list_image_sizes(grid_side: int, pixels_per_cell: int) -> list[Size]:
         *list_grid_shapes((grid_side * pixels_per_cell) ** 2, pixels_per_cell),
         *((side, side) for side in _SQUARES if side < grid_side),
     ]
-    return [
-        Size(name=f"{columns * pixels_per_cell}x{rows * pixels_per_cell}", rows=rows, columns=columns)
-        for rows, columns in pairs
-    ]
+    return [make_size(*pair, pixels_per_cell) for pair in pairs]

@@ -8,7 +8,7 @@ the result. In a batch, shorter texts are padded on the left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.conditions import ConditionSpec, TokenLayout
-from ...engines.contracts import TensorSpec
+from ...engines.function_tensors import declare_condition_tensors
 from ..checkpoints.files import read_tokenizer
 from ..models.t5 import write_t5_encoder
 from .graphs import Arrays, Graph, name_test_cases
@@ -25,11 +25,15 @@ from .onnx_ops import ExportGraphWriter
 
 
 class PromptCondition(NamedTuple):
-    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text."""
+    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text.
+
+    `sources` are roles and paths of files that do not belong to the target's checkpoint.
+    """
 
     spec: ConditionSpec
     graph: Graph
     tokenizer_json: bytes | None = None
+    sources: Sequence[tuple[str, Path]] = ()
 
 
 class ClassCondition(nn.Module):
@@ -47,18 +51,15 @@ class ClassCondition(nn.Module):
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
         cases = name_test_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
-        ids = TensorSpec("class_ids", ("int64",), ("rows",))
-        graph = Graph("condition", self, (ids,), _declare_prefix_outputs(1, width), cases)
-        return PromptCondition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
+        spec = ConditionSpec(kind="class", prefix=1, classes=rows - 1)
+        return PromptCondition(spec, Graph("condition", self, *declare_condition_tensors(spec, width), cases))
 
 
 class CaptionCondition(nn.Module):
     """Module that projects text embeddings, padded on the left, to prefix embeddings.
 
-    Args:
-        first: weight of the projection's first layer, `[hidden_size, caption_dim]`.
-        second: weight of its second layer, `[hidden_size, hidden_size]`.
-        uncond: text embeddings of the unconditional row, `[prefix, caption_dim]`.
+    The weights of the projection's layers are `first [hidden_size, caption_dim]` and `second [hidden_size,
+    hidden_size]`. The text embeddings of the unconditional row are `uncond [prefix, caption_dim]`.
     """
 
     def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
@@ -75,23 +76,16 @@ class CaptionCondition(nn.Module):
     def make_condition(self) -> PromptCondition:
         prefix, caption_dim = self.uncond.shape
         generator = np.random.default_rng(0)
-        embeds = TensorSpec("caption_embeds", ("float32",), ("rows", prefix, caption_dim))
-        mask = TensorSpec("caption_mask", ("int64",), ("rows", prefix))
         cases: list[Arrays] = [
             {
-                embeds.name: generator.standard_normal((rows, prefix, caption_dim), dtype=np.float32),
-                mask.name: np.sort(generator.integers(2, size=(rows, prefix))),
+                "caption_embeds": generator.standard_normal((rows, prefix, caption_dim), dtype=np.float32),
+                "caption_mask": np.sort(generator.integers(2, size=(rows, prefix))),
             }
             for rows in (3, 1)
         ]
-        graph = Graph(
-            "condition",
-            self,
-            (embeds, mask),
-            _declare_prefix_outputs(prefix, len(self.second)),
-            name_test_cases(*cases),
-        )
-        return PromptCondition(ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim), graph)
+        spec = ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim)
+        tensors = declare_condition_tensors(spec, len(self.second))
+        return PromptCondition(spec, Graph("condition", self, *tensors, name_test_cases(*cases)))
 
 
 class TextCondition(nn.Module):
@@ -128,13 +122,10 @@ def make_token_condition(
     required_ids: Mapping[str, int] | None = None,
     tokenizer_json: bytes | None = None,
 ) -> PromptCondition:
-    """Return the condition graph and its manifest fields, for prompts whose token ids the decoder embeds.
+    """Return the condition of prompts whose token ids the decoder embeds, by `embeddings [tokens, hidden_size]`.
 
     Args:
-        embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
         prefix: maximum number of tokens of a prompt.
-        layout: layout of a prompt's tokens.
-        tokenizer_path: file of the tokenizer.
         required_ids: token ids by name that the tokenizer must have.
         tokenizer_json: the tokenizer converted to `tokenizer.json`, if its file has another format.
 
@@ -144,14 +135,8 @@ def make_token_condition(
     read_tokenizer(tokenizer_path, len(embeddings), required_ids, tokenizer_json)
     generator = np.random.default_rng(0)
     tokens, width = embeddings.shape
-    inputs = (
-        TensorSpec("token_ids", ("int64",), ("rows", "tokens")),
-        TensorSpec("uncond_ids", ("int64",), ("rows", "uncond_tokens")),
-    )
-    outputs = (
-        TensorSpec("prefix_embeds", ("float32",), ("rows", "tokens", width)),
-        TensorSpec("uncond_embeds", ("float32",), ("rows", "uncond_tokens", width)),
-    )
+    spec = ConditionSpec(kind="tokens", prefix=prefix, layout=layout)
+    inputs, outputs = declare_condition_tensors(spec, width)
     cases: list[Arrays] = [
         {value.name: generator.integers(tokens, size=(rows, n)) for value, n in zip(inputs, lengths, strict=True)}
         for rows, lengths in ((2, (5, 3)), (1, (7, 7)))
@@ -164,15 +149,12 @@ def make_token_condition(
     graph = Graph(
         "condition", TokenCondition(embeddings), inputs, outputs, name_test_cases(*cases), write_embedding_lookup
     )
-    return PromptCondition(
-        ConditionSpec(kind="tokens", prefix=prefix, layout=layout), graph, tokenizer_json or tokenizer_path.read_bytes()
-    )
+    return PromptCondition(spec, graph, tokenizer_json or tokenizer_path.read_bytes())
 
 
 def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection: CaptionCondition) -> PromptCondition:
     """Return the condition of text prompts that T5 encodes."""
     prefix = len(caption_projection.uncond)
-    width = len(caption_projection.second)
     generator = np.random.default_rng(0)
 
     def make_prompts(lengths: list[int]) -> Arrays:
@@ -181,16 +163,16 @@ def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection:
         ids = generator.integers(1, encoder.config.vocab_size, size=mask.shape) * mask
         return {"token_ids": ids, "token_mask": mask}
 
+    spec = ConditionSpec(kind="text", prefix=prefix, cleaning="llamagen")
     graph = Graph(
         "condition",
         TextCondition(encoder, caption_projection),
-        tuple(TensorSpec(name, ("int64",), ("rows", "tokens")) for name in ("token_ids", "token_mask")),
-        _declare_prefix_outputs(prefix, width),
+        *declare_condition_tensors(spec, len(caption_projection.second)),
         name_test_cases(make_prompts([prefix, max(prefix // 2, 1), 1]), make_prompts([max(prefix // 3, 1)])),
         lambda ops: _write_text_condition(ops, encoder, caption_projection),
         tolerance=None,  # some layers amplify the rounding errors of float32
     )
-    return PromptCondition(ConditionSpec(kind="text", prefix=prefix, cleaning="llamagen"), graph, tokenizer_json)
+    return PromptCondition(spec, graph, tokenizer_json)
 
 
 def _write_text_condition(ops: ExportGraphWriter, encoder: Any, caption_projection: CaptionCondition) -> None:
@@ -212,8 +194,3 @@ def _write_text_condition(ops: ExportGraphWriter, encoder: Any, caption_projecti
     rows = ops.op("Shape", "token_ids", start=0, end=1)
     shape = ops.op("Concat", rows, ops.int_vector(prefix, len(caption_projection.second)), axis=0)
     ops.op("Expand", project(ops.add_weight("caption.uncond", caption_projection.uncond)), shape, name="uncond_embeds")
-
-
-def _declare_prefix_outputs(prefix: int, width: int) -> tuple[TensorSpec, TensorSpec]:
-    shape = ("rows", prefix, width)
-    return TensorSpec("prefix_embeds", ("float32",), shape), TensorSpec("uncond_embeds", ("float32",), shape)

@@ -45,14 +45,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
 
     def __init__(self, ops: ExportGraphWriter, stack: LayerStack) -> None:
         config = stack.config
-        super().__init__(
-            ops,
-            config.architecture,
-            stack.state_dict(),
-            "float16" if ops.is_float16 else "float32",
-            config.num_heads,
-            config.num_heads // config.num_kv_heads,
-        )
+        super().__init__(ops, stack.make_spec(), stack.state_dict(), "float16" if ops.is_float16 else "float32")
         self.config = config
         self.rope = stack.rope
         self.columns = config.max_sequence_length + _MAX_NODES  # maximum number of past columns and nodes together
@@ -68,7 +61,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         self.mask = self.write_tiled_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
         self.swap = ops.add_weight("rotary.swap", swap)
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
-        self.write_decoder(x, self.config.num_layers)
+        self.write_decoder(x)
 
     def write_sum_and_norm(
         self, x: str, addend: str | None, weight: str | None, name: str | None = None

@@ -87,8 +87,7 @@ class GraphFile:
         return [Initializer(f"{name}.{kind}", kind, shape), scales]
 
     def write(self, path: Path, progress: Callable[[int], None] = lambda count: None) -> list[Path]:
-        """Write the graph to `path`, and its weights to `<path>.data` if they are larger than a megabyte; return the
-        paths.
+        """Write the graph, and its weights to `<path>.data` if they are larger than a megabyte; return the paths.
 
         `progress` gets the number of bytes of each chunk of weights.
         """

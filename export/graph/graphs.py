@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from ...engines.contracts import TensorSpec
+from ...engines.decoder_tensors import declare_host_tensors
 from ...runtime.tree import DraftTree
 from ..checkpoints.deferred import defer_permutation
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
@@ -44,14 +45,11 @@ class Graph:
     """Graph of a bundle, with the PyTorch module that defines its results.
 
     Args:
-        role: role of the graph in the bundle, such as `target`.
         module: PyTorch module with the same inputs and outputs; it returns one tensor or a tuple.
-        inputs: names, shapes and types of the inputs.
-        outputs: names, shapes and types of the outputs.
         test_cases: inputs on which file and module are compared, by name of the test case. Large graphs run only the
             first and the last case. A module without `write_nodes` is traced with the first case, in which every
             variable axis must have a size above 1.
-        write_nodes: function that writes the graph; None: the module is traced.
+        write_nodes: writes the graph; None: the module is traced.
         tolerance: maximum difference between the outputs of file and module. None: a multiple of the rounding errors in
             float32.
         compute_type: type in which the graph computes. Test cases and module stay float32.
@@ -71,9 +69,8 @@ def convert_to_float16(graph: Graph) -> Graph:
     """Convert a decoder's inputs, weights and outputs to float16; norms and logits stay float32."""
 
     def convert_specs_to_float16(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        floats = ("float32",)
         return tuple(
-            replace(v, dtypes=("float16",)) if v.dtypes == floats and v.name != "logits" else v for v in values
+            replace(v, dtypes=("float16",)) if v.dtypes[0] == "float32" and v.name != "logits" else v for v in values
         )
 
     inputs = convert_specs_to_float16(graph.inputs)
@@ -124,44 +121,22 @@ def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddin
         chosen = generator.integers(len(code_embeddings), size=(rows, nodes))
         return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].float().numpy()}
 
-    embeds = TensorSpec("input_embeds", ("float32",), ("rows", "nodes", decoder.config.hidden_size))
     return make_decoder_graph(
-        "target",
-        decoder,
-        (embeds,),
-        make_inputs,
-        lambda ops: CPUDecoderWriter(ops, decoder).write_graph("input_embeds"),
+        decoder, make_inputs, lambda ops: CPUDecoderWriter(ops, decoder).write_graph("input_embeds")
     )
 
 
 def make_decoder_graph(
-    role: str,
     module: LayerStack,
-    leading_inputs: tuple[TensorSpec, ...],
     make_inputs: Callable[[np.random.Generator, int, int], Arrays],
     write_nodes: Callable[[ExportGraphWriter], None],
 ) -> Graph:
-    """Return the graph of a target or drafter with a KV cache.
-
-    `leading_inputs` come before positions, attention mask and past. `make_inputs` returns arrays for them, from a
-    random generator and the numbers of rows and nodes.
-    """
-    config = module.config
-    parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
-    heads = (config.num_kv_heads, config.head_dim)
-    past = tuple(TensorSpec(f"past_key_values.{part}", ("float32",), ("past", "rows", *heads)) for part in parts)
-    new = (TensorSpec(f"new_key_values.{part}", ("float32",), ("nodes", "rows", *heads)) for part in parts)
-    positions = TensorSpec("position_ids", ("int64",), ("rows", "nodes"))
-    mask = TensorSpec("attention_mask", ("float32",), ("rows", 1, "nodes", "past + nodes"))
-    logits = TensorSpec("logits", ("float32",), ("rows", "nodes", config.num_logits))
-    return Graph(
-        role=role,
-        module=module,
-        inputs=(*leading_inputs, positions, mask, *past),
-        outputs=(logits, TensorSpec("hidden_states", ("float32",), ("rows", "nodes", config.hidden_size)), *new),
-        test_cases=dict(_iter_decoder_cases(make_inputs, past, config)),
-        write_nodes=write_nodes,
-    )
+    """Return the graph of a target or drafter; `make_inputs` makes the inputs before positions, for rows and nodes."""
+    spec = module.make_spec()
+    inputs, outputs = map(tuple, declare_host_tensors(spec))
+    past = [value for value in inputs if value.name.startswith("past_")]
+    cases = dict(_iter_decoder_cases(make_inputs, past, module.config))
+    return Graph(spec.role, module, inputs, outputs, cases, write_nodes)
 
 
 def _iter_decoder_cases(

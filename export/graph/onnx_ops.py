@@ -113,9 +113,8 @@ class ExportGraphWriter(GraphWriter):
         `self.steps`. If all activations of a node are 0, its integers come from a division by 0; the scale 0 cancels
         them.
 
-        Returns:
-            The integers, the scale `[nodes, rows, 1]` by which results must be multiplied (None with a fixed step), and
-            the step of the first integers.
+        Returns the integers, the scale `[nodes, rows, 1]` by which results must be multiplied (None with a fixed step),
+        and the step of the first integers.
         """
         scale = None
         step = self.steps.get(x) if with_residual else None

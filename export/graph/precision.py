@@ -68,14 +68,11 @@ class Precisions:
 
 
 def parse_precisions(target: str | None = None, compute: str = "float32", vq: str = "fp32") -> Precisions:
-    """Check the precisions that a user gives by name.
+    """Check the precisions of target and drafter, of their computation, and of the image decoder, given by name.
 
-    Args:
-        target: precision of target and drafter; None: weights are stored in the type `compute`. `auto` is `int8` if
-            this processor has instructions for it, otherwise `fp32`. With these instructions, `int8` was the fastest in
-            all measurements (docs/exporting.md).
-        compute: type in which target and drafter compute.
-        vq: precision of the image decoder.
+    Without a `target` precision, weights are stored in the type `compute`. `auto` is `int8` if this processor has
+    instructions for it, otherwise `fp32`. With these instructions, `int8` was the fastest in all measurements
+    (docs/exporting.md).
 
     Raises:
         RequestError: a name is unknown, or a precision does not go with `compute`.
@@ -138,11 +135,7 @@ def choose_storage_type(
 def resolve_storage_type(
     name: str, weight: Tensor, planned_type: StorageType, storage_rule: StorageRule
 ) -> StorageType:
-    """Return the planned type, or float32 if float16 cannot represent the numbers.
-
-    Raises:
-        CheckpointError: float16 cannot represent the numbers, and the rule `fp16` allows no other type.
-    """
+    """Return the planned type, or float32 (with rule `fp16` CheckpointError) if float16 cannot hold the numbers."""
     if planned_type != "float16":
         return planned_type
     if storage_rule == "lossless":
@@ -192,9 +185,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight `[in, out]` to int8 integers `[in, out]` with float32 scales `[in / block, out]`.
 
-    Args:
-        scales: scales `[1, out]` of the whole weight, if `weight` is a chunk of its inputs; None: they are computed.
-        compute_type: type to whose precision the scales are rounded.
+    `scales [1, out]` are those of the whole weight, if `weight` is a chunk of its inputs. Computed scales are rounded
+    to the precision of `compute_type`.
     """
     size = len(weight) if scales is not None else find_block_size(storage_type, len(weight)) or len(weight)
     largest = MAX_INTEGER[storage_type]

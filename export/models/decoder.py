@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
+from ...bundle.manifest import DecoderSizes, DecoderSpec, DrafterSpec
 from .output_heads import Head, RightBelowHeads, TwoLayerHead
+
+if TYPE_CHECKING:
+    from ..checkpoints.folders import Checkpoint
 
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's query and key norms, which no configuration contains
 
@@ -28,10 +32,6 @@ class DecoderConfig:
     Checkpoints of `recipes/scenes` contain the names of these fields, so the names must not change.
 
     Args:
-        hidden_size: width of the hidden states.
-        num_layers: number of layers.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads.
         vocab_size: number of codes, for each of which the head computes a logit.
         grid: number of grid rows and columns of the default image.
         prefix: maximum number of positions of a prompt.
@@ -109,11 +109,17 @@ class DecoderConfig:
         """Number of rows of the rotary table: `max_sequence_length` for each image size in `grids`."""
         return self.max_sequence_length * max(1, len(self.grids))
 
+    @property
+    def _spec_fields(self) -> dict[str, Any]:
+        names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
+        return {name: getattr(self, name) for name in names} | {"vocab_size": self.num_logits}
 
-def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return the manifest fields of a decoder."""
-    names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
-    return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
+    def make_target_spec(self) -> DecoderSpec:
+        return DecoderSpec(**self._spec_fields, max_positions=self.num_rope_positions)
+
+    def make_drafter_spec(self, **fields: Any) -> DrafterSpec:
+        """Return the manifest entry of a drafter; `fields` are those that are not sizes."""
+        return DrafterSpec(**self._spec_fields, **fields)
 
 
 def compute_rope_table(config: DecoderConfig) -> Tensor:
@@ -174,12 +180,9 @@ def _compute_two_grid_rope_table(config: DecoderConfig) -> Tensor:
 
 
 def apply_rope(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
-    """Rotate the pairs of queries or keys.
+    """Rotate the pairs of queries or keys `[rows, nodes, heads, head_dim]` by `rope [rows, nodes, head_dim / 2, 2]`.
 
-    Args:
-        x: queries or keys, `[rows, nodes, heads, head_dim]`.
-        rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
-        rope_style: which numbers form a pair. `half`: i and i + head_dim / 2. `interleaved`: 2 i and 2 i + 1.
+    A pair are the numbers i and i + head_dim / 2 (`half`), or 2 i and 2 i + 1 (`interleaved`).
     """
     cos = rope[:, :, None, :, 0]
     sin = rope[:, :, None, :, 1]
@@ -223,27 +226,24 @@ def _make_head_norm(config: DecoderConfig, num_heads: int) -> nn.Module:
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.rope_style = config.rope_style
+        self.config = config
         if config.query_key_norm:
             self.query_norm, self.key_norm = (
                 _make_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads)
             )
-        self.query_key_norm = config.query_key_norm
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def project_qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, each `[rows, nodes, num_heads or num_kv_heads, head_dim]`."""
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        query, key, value = self.qkv(x).view(*x.shape[:2], sum(heads), self.head_dim).split(heads, 2)
-        if self.query_key_norm:
+        config = self.config
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = self.qkv(x).view(*x.shape[:2], sum(heads), config.head_dim).split(heads, 2)
+        if config.query_key_norm:
             query = self.query_norm(query)
             key = self.key_norm(key)
-        return apply_rope(query, rope, self.rope_style), apply_rope(key, rope, self.rope_style), value
+        return apply_rope(query, rope, config.rope_style), apply_rope(key, rope, config.rope_style), value
 
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
@@ -263,7 +263,7 @@ class Attention(nn.Module):
         new = [heads.permute(2, 0, 1, 3) for heads in (key, value)]
         if past:
             key, value = (torch.cat(pair).permute(1, 2, 0, 3) for pair in zip(past, new, strict=True))
-        grouped = self.num_heads != self.num_kv_heads
+        grouped = self.config.num_heads != self.config.num_kv_heads
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
@@ -309,6 +309,7 @@ class DecoderLayer(nn.Module):
 class LayerStack(nn.Module):
     """Layers of a target or drafter, with their rotary table."""
 
+    checkpoint: Checkpoint  # the files that the weights came from
     rope: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -316,6 +317,9 @@ class LayerStack(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("rope", compute_rope_table(config), persistent=False)
+
+    def make_spec(self) -> DecoderSizes:
+        return self.config.make_drafter_spec()
 
     def run_layers(
         self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor], layers: slice = slice(None)
@@ -353,6 +357,9 @@ class Decoder(LayerStack):
         if config.two_heads:
             self.head = RightBelowHeads(config.hidden_size, config.vocab_size)
             self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def make_spec(self) -> DecoderSizes:
+        return self.config.make_target_spec()
 
     def forward(self, embeds: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         """Compute one forward pass over new nodes.

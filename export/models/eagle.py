@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...engines.contracts import Progress, TensorSpec
+from ...engines.contracts import Progress
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
@@ -45,12 +45,10 @@ class EagleDrafter(LayerStack):
     def forward(
         self, input_ids: Tensor, target_hidden: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
-        """Compute one forward pass over new slots, with arguments and results as in `Decoder.forward`.
+        """Compute one forward pass over new slots, with further arguments and results as in `Decoder.forward`.
 
-        Args:
-            input_ids: tokens of the slots, `[rows, nodes]`.
-            target_hidden: hidden states before the tokens, `[rows, nodes, hidden_size]`. They come from the target, or
-                from the drafter for draft tokens.
+        A slot reads a token, `[rows, nodes]`, and the hidden state before the token, `[rows, nodes, hidden_size]`, of
+        the target or, for draft tokens, of the drafter.
         """
         x = self.fc(torch.cat([self.embed(input_ids), target_hidden], -1))
         hidden, new_kv = self.run_layers(x, position_ids, mask, past)
@@ -60,15 +58,11 @@ class EagleDrafter(LayerStack):
 class LoadedDrafter(NamedTuple):
     """Drafter that was read from its folder.
 
-    Args:
-        drafter: the drafter.
-        sources: roles and paths of its files.
-        spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
-        target_sha256: sha256 of the target weights that the drafter was trained on; None if unknown.
+    `spec_fields` are the fields of `DrafterSpec` that are not sizes. `target_sha256` is that of the target weights that
+    the drafter was trained on; None if unknown.
     """
 
     drafter: EagleDrafter
-    sources: list[tuple[str, Path]]
     spec_fields: dict[str, Any]
     target_sha256: str | None = None
 
@@ -82,15 +76,12 @@ def read_drafter(
     progress: Progress = ignore_progress,
     **spec_fields: Any,
 ) -> LoadedDrafter:
-    """Read a drafter, which uses the head and the grid of its target.
+    """Read a drafter in LANTERN's layout, which uses the head and the grid of its target.
 
     Args:
-        folder: folder with config.json and weights in LANTERN's layout.
-        target_decoder: target of the drafter.
         num_tokens: number of tokens that the drafter embeds; None: the target's number of codes.
         allowed_config_values: values that a field of config.json may have if the drafter belongs to the target, by name
             of the field. Each field may be missing.
-        progress: progress callback.
         spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
 
     Raises:
@@ -135,9 +126,7 @@ def read_drafter(
     checkpoint.load_module_weights(drafter)
     training = config.get("training")  # `train-drafter` writes this field
     target_sha256 = training.get("target_sha256") if isinstance(training, Mapping) else None
-    return LoadedDrafter(
-        drafter, checkpoint.sources, spec_fields, None if target_sha256 is None else str(target_sha256)
-    )
+    return LoadedDrafter(drafter, spec_fields, None if target_sha256 is None else str(target_sha256))
 
 
 def make_drafter_graph(drafter: EagleDrafter) -> Graph:
@@ -155,6 +144,4 @@ def make_drafter_graph(drafter: EagleDrafter) -> Graph:
         writer = CPUDecoderWriter(ops, drafter)
         writer.write_graph(writer.write_linear(joint, "fc"))
 
-    ids = TensorSpec("input_ids", ("int64",), ("rows", "nodes"))
-    states = TensorSpec("target_hidden", ("float32",), ("rows", "nodes", hidden_size))
-    return make_decoder_graph("drafter", drafter, (ids, states), make_inputs, write_drafter)
+    return make_decoder_graph(drafter, make_inputs, write_drafter)

@@ -31,16 +31,11 @@ LAYER_NAMES = {
 
 
 def rename_llama_weights(checkpoint: Checkpoint, prefix: str, other_names: Mapping[str, str]) -> None:
-    """Rename the weights of the layers and of the final norm to the decoder's names.
+    """Rename the weights of the layers and of the final norm, with a `prefix` in the files, to the decoder's names.
 
     The projections to queries, keys and values, `[heads * head_dim, hidden_size]`, are joined to one weight, and their
     biases to one bias. A row of a query or key norm, `[rows, head_dim]`, may belong to several heads (Lumina-mGPT), and
-    is then repeated for each of them.
-
-    Args:
-        checkpoint: weights that are renamed.
-        prefix: prefix of the names in the files.
-        other_names: name in the files, by name in the decoder, of each further weight, such as the head.
+    is then repeated for each of them. `other_names` are names in the files, by name in the decoder, of further weights.
 
     Raises:
         CheckpointError: a projection is missing, or shapes do not match.
@@ -80,10 +75,8 @@ def read_layer_sizes(
 ) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` that the weights determine, checked against the configuration.
 
-    Args:
-        num_heads: number of query heads; None raises an error that the configuration lacks the number.
-        head_dim_multiple: number that must divide the width of a head.
-        num_extra_layers: number of layers that the number in the configuration does not include.
+    `head_dim_multiple` must divide the width of a head. The number of layers in the configuration does not include
+    `num_extra_layers`.
     """
     qkv = f"{_LAYER}.qkv.weight"
     rows, width = checkpoint.get_shape(qkv)
@@ -134,12 +127,9 @@ def make_decoder_config(
     max_image_tokens: int = 0,
     has_position_limit: bool = True,
 ) -> DecoderConfig:
-    """Return the sizes of a decoder in the layout of transformers.
+    """Return the sizes of a decoder in the layout of transformers, whose weights have the decoder's names.
 
     Args:
-        checkpoint: weights with the decoder's names.
-        config: configuration with transformers' names of fields.
-        vocab_size: number of codes.
         grid: number of grid rows and columns of the default image.
         head_hidden: width of the head's hidden layer; 0: a linear head.
         max_image_tokens: maximum number of tokens of an image; 0: `grid * grid`.
@@ -173,14 +163,8 @@ def load_llama_decoder(
 ) -> tuple[Decoder, Tensor]:
     """Load a decoder, and return it with the embeddings of its vocabulary, `[tokens, hidden_size]`.
 
-    Args:
-        checkpoint: weights with the decoder's names, and `embed.weight`.
-        config: sizes of the decoder.
-        code_token_range: token ids of the codes, if the vocabulary has other tokens too. The head's rows of the other
-            tokens are left out. None: the head has rows of codes only.
-
-    Raises:
-        CheckpointError: weights are missing, unexpected or have another shape.
+    `code_token_range` are the token ids of the codes, if the vocabulary has other tokens too, whose rows of the head
+    are left out.
     """
     with skip_weight_allocation():
         decoder = Decoder(config)
@@ -194,12 +178,9 @@ def load_llama_decoder(
 
 
 def read_rope_settings(config: Config) -> Config:
-    """Read the settings of the rotary embedding, with the precedence of transformers.
+    """Read the settings of the rotary embedding, with the precedence of transformers. Scaled positions are an error.
 
     `rope_scaling` replaces the whole section `rope_parameters`. Fields beside the section hold where it lacks them.
-
-    Raises:
-        CheckpointError: the configuration scales positions.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     section = config.get(name) or {}

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .fsq import decode_fsq_codes, quantize_fsq_latents
+
+if TYPE_CHECKING:
+    from ..checkpoints.folders import Checkpoint
 
 NORM_GROUPS = 32
 _EPS = 1e-6
@@ -28,8 +32,6 @@ class VQTokenizerConfig:
     """Sizes and settings of a VQ tokenizer.
 
     Args:
-        num_codes: number of codes.
-        code_width: width of codebook vectors.
         latent_width: channels between the encoder and `quant_conv`, and between `post_quant_conv` and the decoder.
         encoder_stem_width: channels of the encoder's first convolution.
         encoder_widths: channels of the encoder's levels, from the finest to the coarsest.
@@ -42,7 +44,6 @@ class VQTokenizerConfig:
             (Emu3.5) instead of the nearest code.
         fsq_levels: number of values of each digit of a code, for finite scalar quantisation; empty with a codebook.
         patch: height and width in pixels of a patch, which the finest level treats as one pixel.
-        num_groups: number of groups of channels in the group norms.
     """
 
     num_codes: int
@@ -149,28 +150,21 @@ class _ResolutionLevel(nn.Module):
 class ConvStack(nn.Module):
     """Convolutional network of an encoder (`downsample`) or a decoder (`upsample`).
 
-    The middle blocks of an encoder run last, those of a decoder first. `widths` are the channels of the levels in the
-    order in which they run. With `has_attention`, the coarsest level has attention after each residual block. `forward`
-    passes `norm_inputs` to all norms.
+    The middle blocks of an encoder run last, those of a decoder first. `forward` passes `norm_inputs` to all norms.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        stem_width: int,
-        widths: tuple[int, ...],
-        out_channels: int,
-        num_blocks: int,
-        has_attention: bool,
-        resize: str,
-        make_norm: Norm = make_group_norm,
-    ) -> None:
+    def __init__(self, config: VQTokenizerConfig, resize: str, make_norm: Norm | None = None) -> None:
         super().__init__()
-        last = len(widths) - 1
+        make_norm = make_norm or partial(make_group_norm, num_groups=config.num_groups)
+        pixels = 3 * config.patch**2  # numbers of a patch
         down = resize == "downsample"
+        widths = config.encoder_widths if down else config.decoder_widths
+        stem_width = config.encoder_stem_width if down else widths[0]
+        num_blocks = config.num_blocks if down else config.num_blocks + 1
+        last = len(widths) - 1
         coarsest = last if down else 0
         width = widths[coarsest]
-        self.conv_in = nn.Conv2d(in_channels, stem_width, 3, padding=1)
+        self.conv_in = nn.Conv2d(pixels if down else config.latent_width, stem_width, 3, padding=1)
         mid = nn.ModuleList(
             [
                 ResidualBlock(width, width, make_norm),
@@ -180,7 +174,7 @@ class ConvStack(nn.Module):
         )
         levels = nn.ModuleList(
             _ResolutionLevel(
-                *channels, num_blocks, has_attention and i == coarsest, resize if i < last else None, make_norm
+                *channels, num_blocks, config.has_attention and i == coarsest, resize if i < last else None, make_norm
             )
             for i, channels in enumerate(zip((stem_width, *widths), widths, strict=False))
         )
@@ -188,7 +182,7 @@ class ConvStack(nn.Module):
         for name in self.order:
             setattr(self, name, mid if name == "mid" else levels)
         self.norm_out = make_norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
+        self.conv_out = nn.Conv2d(widths[-1], config.latent_width if down else pixels, 3, padding=1)
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         x = self.conv_in(x)
@@ -202,34 +196,24 @@ class ConvStack(nn.Module):
 class LlamaGenVQ(nn.Module):
     """VQ image tokenizer: encoder, codebook and decoder. The codebook is that of the checkpoint, not normalised."""
 
+    checkpoint: Checkpoint  # the files that the weights came from
     codebook: Tensor
 
     def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__()
         self.config = config
-        latent = config.latent_width
-        num_blocks = config.num_blocks
-        has_attention = config.has_attention
-        down = config.encoder_widths
-        up = config.decoder_widths
-        norm = partial(make_group_norm, num_groups=config.num_groups)
-        patch = 3 * config.patch**2  # numbers of a patch
-        self.encoder = ConvStack(
-            patch, config.encoder_stem_width, down, latent, num_blocks, has_attention, "downsample", norm
-        )
-        self.decoder = ConvStack(latent, up[0], up, patch, num_blocks + 1, has_attention, "upsample", norm)
-        self.quant_conv = nn.Conv2d(latent, config.code_width, 1)
-        self.post_quant_conv: nn.Module = nn.Conv2d(config.code_width, latent, 1)
+        self.encoder = ConvStack(config, "downsample")
+        self.decoder = ConvStack(config, "upsample")
+        self.quant_conv = nn.Conv2d(config.latent_width, config.code_width, 1)
+        self.post_quant_conv: nn.Module = nn.Conv2d(config.code_width, config.latent_width, 1)
         self.register_buffer("codebook", torch.zeros(config.num_codes, config.code_width))
 
 
 class VQDecoder(nn.Module):
     """Module of the graph `vq_decoder`, from codes to images `[images, 3, height, width]`.
 
-    Args:
-        vq: image tokenizer.
-        grid_size: number of grid rows and columns of every image; the codes are then `[images, cells]` in raster order.
-            None: images of any size; the codes are then `[images, rows, columns]`.
+    With the `grid_size` of all images, codes are `[images, cells]` in raster order, otherwise `[images, rows,
+    columns]`.
     """
 
     vectors: Tensor
@@ -238,22 +222,21 @@ class VQDecoder(nn.Module):
         super().__init__()
         self.post_quant_conv = vq.post_quant_conv
         self.decoder = vq.decoder
+        self.config = vq.config
         self.grid_size = grid_size
-        self.fsq_levels = vq.config.fsq_levels
-        self.patch = vq.config.patch
         vectors = F.normalize(vq.codebook, dim=-1) if vq.config.normalize_for_decoder else vq.codebook
-        self.register_buffer("vectors", None if self.fsq_levels else vectors)
+        self.register_buffer("vectors", None if vq.config.fsq_levels else vectors)
 
     def forward(self, codes: Tensor) -> Tensor:
-        if self.fsq_levels:
-            latents = decode_fsq_codes(codes, self.fsq_levels)
+        if self.config.fsq_levels:
+            latents = decode_fsq_codes(codes, self.config.fsq_levels)
         elif self.grid_size is None:
             latents = self.vectors[codes].permute(0, 3, 1, 2)
         else:
             vectors = self.vectors[codes].transpose(1, 2)  # [images, code_width, cells]
             latents = vectors.reshape(-1, self.vectors.shape[1], self.grid_size, self.grid_size)
         images: Tensor = self.decoder(self.post_quant_conv(latents))
-        return F.pixel_shuffle(images, self.patch) if self.patch > 1 else images
+        return F.pixel_shuffle(images, self.config.patch) if self.config.patch > 1 else images
 
 
 class VQEncoder(nn.Module):
@@ -265,20 +248,19 @@ class VQEncoder(nn.Module):
         super().__init__()
         self.encoder = vq.encoder
         self.quant_conv = vq.quant_conv
-        self.normalize = vq.config.normalize_for_encoder
-        self.by_product = self.normalize or vq.config.match_by_product
-        self.fsq_levels = vq.config.fsq_levels
-        self.patch = vq.config.patch
-        vectors = F.normalize(vq.codebook, dim=-1) if self.normalize else vq.codebook
-        self.register_buffer("vectors", None if self.fsq_levels else vectors)
+        self.config = vq.config
+        vectors = F.normalize(vq.codebook, dim=-1) if vq.config.normalize_for_encoder else vq.codebook
+        self.register_buffer("vectors", None if vq.config.fsq_levels else vectors)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        image = F.pixel_unshuffle(image, self.patch) if self.patch > 1 else image
+        config = self.config
+        image = F.pixel_unshuffle(image, config.patch) if config.patch > 1 else image
         latents = self.quant_conv(self.encoder(image))  # [images, code_width, grid, grid]
-        if self.fsq_levels:
-            return quantize_fsq_latents(latents, self.fsq_levels), latents
-        cells = F.normalize(latents, dim=1) if self.normalize else latents
+        if config.fsq_levels:
+            return quantize_fsq_latents(latents, config.fsq_levels), latents
+        cells = F.normalize(latents, dim=1) if config.normalize_for_encoder else latents
         similarity = cells.flatten(2).transpose(1, 2) @ self.vectors.T  # [images, cells, codes]
-        if not self.by_product:  # this gives -|cell - code|^2 / 2 up to a term of the cell that all codes share
+        if not (config.normalize_for_encoder or config.match_by_product):
+            # This gives -|cell - code|^2 / 2 up to a term of the cell that all codes share.
             similarity = similarity - self.vectors.square().sum(-1) / 2
         return similarity.argmax(-1), latents

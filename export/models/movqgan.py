@@ -74,16 +74,8 @@ def _make_temporal_residual_blocks(config: VQTokenizerConfig) -> nn.Sequential:
 
 class _VideoEncoder(ConvStack):
     def __init__(self, config: VQTokenizerConfig, num_halvings: int) -> None:
+        super().__init__(config, "downsample")
         width = config.latent_width
-        super().__init__(
-            3,
-            config.encoder_stem_width,
-            config.encoder_widths,
-            width,
-            config.num_blocks,
-            config.has_attention,
-            "downsample",
-        )
         outputs = [width * 2**i for i in reversed(range(num_halvings))]  # channels: `width` of each remaining frame
         inputs = [width, *outputs]  # all input frames of the first convolution are equal, so it reads one of them
         self.time_conv = nn.Sequential(*map(_TemporalConv, inputs, outputs))
@@ -98,11 +90,8 @@ class _MoVQDecoder(ConvStack):
     """Decoder that reads the code vectors twice: through `post_quant_conv`, and in its norms."""
 
     def __init__(self, config: VQTokenizerConfig) -> None:
-        width = config.latent_width
-        widths = config.decoder_widths
-        norm = partial(_SpatialNorm, config.code_width)
-        super().__init__(width, widths[0], widths, 3, config.num_blocks + 1, config.has_attention, "upsample", norm)
-        self.post_quant_conv = nn.Conv2d(config.code_width, width, 1)
+        super().__init__(config, "upsample", partial(_SpatialNorm, config.code_width))
+        self.post_quant_conv = nn.Conv2d(config.code_width, config.latent_width, 1)
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         return super().forward(self.post_quant_conv(x), x)
@@ -137,8 +126,8 @@ class Emu3VQ(MoVQ):
 
 
 @wrap_reader_errors
-def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """Read a MoVQGAN from its .ckpt file, or from a folder with `movqgan_270M.ckpt`; return it with its source."""
+def read_movqgan(path: Path, progress: Progress = ignore_progress) -> LlamaGenVQ:
+    """Read a MoVQGAN from its .ckpt file, or from a folder with `movqgan_270M.ckpt`."""
     file = path / _MOVQGAN if path.is_dir() else path
     if not file.is_file():
         raise make_file_error(path, found=f"no {_MOVQGAN}", expected=f"a folder with {_MOVQGAN}, or a .ckpt file")
@@ -148,7 +137,7 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
         expected = f"{CODEBOOK} and norms with norm_layer, as in a MoVQGAN"
         raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     rename_vqgan_weights(checkpoint, patterns=[_POST_QUANT])
-    return _load_unnormalized_vq(checkpoint, MoVQ), checkpoint.sources
+    return _load_unnormalized_vq(checkpoint, MoVQ)
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...engines.contracts import TensorSpec
+from ...engines.function_tensors import declare_image_tensors
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
@@ -37,10 +38,8 @@ _NAMES = {
 class SourceImageEncoder(nn.Module):
     """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation.
 
-    Args:
-        patch_size: height and width of a patch in pixels; a patch is a cell of the grid.
-        num_positions: number of learned position embeddings. They form a square, which is resized to the image's grid.
-        color_stats: mean and standard deviation of red, green and blue, 0 .. 1, by which images are normalised.
+    A patch is a cell of the grid. The learned position embeddings form a square, which is resized to the image's grid.
+    Images are normalised by `color_stats`: mean and standard deviation of red, green and blue, 0 .. 1.
     """
 
     def __init__(
@@ -83,12 +82,11 @@ class SourceImageEncoder(nn.Module):
         return (cells @ vectors.T).argmax(-1), latents
 
     def make_graph(self) -> Graph:
-        image = TensorSpec("images", ("float32",), ("images", 3, "height", "width"))
+        _, image, codes = declare_image_tensors(None)
         latents = TensorSpec("pre_quant", ("float32",), ("images", self.code_width, "rows", "columns"))
         generator = np.random.default_rng(0)
         shapes = [(2, 3, 4 * self.patch_size, 3 * self.patch_size), (1, 3, 2 * self.patch_size, 5 * self.patch_size)]
         cases = name_test_cases(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
-        codes = TensorSpec("codes", ("int64",), ("images", "cells"))
         return Graph("vq_encoder", self, (image,), (codes, latents), cases)
 
 
@@ -115,10 +113,7 @@ class _TransformerBlock(nn.Module):
 def load_source_image_encoder(
     checkpoint: Checkpoint, config: Config, color_mean: list[float], color_std: list[float]
 ) -> SourceImageEncoder:
-    """Load the image encoder; its sizes come from the shapes and names of its weights, without the decoder's.
-
-    `config` is the section `vision_config`. Means and deviations are of red, green and blue, 0 .. 1.
-    """
+    """Load the image encoder, whose sizes come from its weights; `config` is the section `vision_config`."""
     config.check_value("hidden_act", "gelu")
     num_codes, code_width = checkpoint.get_shape("vqmodel.quantize.embedding.weight")
     width, _, patch_size, _ = checkpoint.get_shape("visual.patch_embed.proj.weight", 4)

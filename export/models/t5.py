@@ -40,9 +40,6 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = ignor
     """Read the text encoder of a folder such as flan-t5-xl, which may contain a whole T5 or only the encoder.
 
     `caption_dim` is the width of the text embeddings that the target takes.
-
-    Raises:
-        EngineError: transformers is not installed.
     """
     checkpoint = Checkpoint(folder, "text_encoder", progress)
     config = checkpoint.read_model_config("google/flan-t5-xl", "t5")

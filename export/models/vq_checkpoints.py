@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -29,19 +29,14 @@ _VQGAN_PATTERNS = (
 
 
 @wrap_reader_errors
-def read_llamagen_vq(
-    path: Path, progress: Progress = ignore_progress, averaged: bool | None = None
-) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """Read an image tokenizer with LlamaGen's names of weights; return it with its files by role.
-
-    `averaged` is `prefer_ema` of `Checkpoint`.
-    """
+def read_llamagen_vq(path: Path, progress: Progress = ignore_progress, averaged: bool | None = None) -> LlamaGenVQ:
+    """Read an image tokenizer with LlamaGen's names of weights."""
     checkpoint = Checkpoint(path, "vq", progress, averaged)
     checkpoint.read_weights(name_filter=lambda name: name != "quantize.codebook_used")  # statistics of training
     if CODEBOOK not in checkpoint.weights:
         expected = f"{CODEBOOK}, as in a LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
         raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
-    return load_vq_tokenizer(checkpoint), checkpoint.sources
+    return load_vq_tokenizer(checkpoint)
 
 
 def load_vq_tokenizer(
@@ -50,17 +45,7 @@ def load_vq_tokenizer(
     num_groups: int = NORM_GROUPS,
     **settings: Any,
 ) -> LlamaGenVQ:
-    """Load an image tokenizer; its sizes come from the shapes and names of its weights.
-
-    Args:
-        checkpoint: weights with LlamaGen's names.
-        make_vq: function that builds the tokenizer without weights.
-        num_groups: number of groups of channels in the group norms.
-        settings: other fields of `VQTokenizerConfig`, which do not follow from shapes and names.
-
-    Raises:
-        CheckpointError: weights are missing, unexpected or of another shape.
-    """
+    """Load an image tokenizer with LlamaGen's names; `settings` of `VQTokenizerConfig` add to sizes in its weights."""
     num_codes, code_width = checkpoint.get_shape(CODEBOOK)
     latent_width = checkpoint.get_shape("encoder.conv_out.weight", 4)[0]
     encoder, decoder = (
@@ -90,24 +75,11 @@ def load_vq_tokenizer(
     return vq
 
 
-class LoadedVQGAN(NamedTuple):
-    """Image tokenizer, the grid rows of its training images (None without vqgan.yaml), and its files by role."""
-
-    vq: LlamaGenVQ
-    grid: int | None
-    sources: list[tuple[str, Path]]
-
-
 @wrap_reader_errors
-def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
-    """Read an image tokenizer in the layout of taming-transformers.
+def read_vqgan(path: Path, progress: Progress = ignore_progress) -> tuple[LlamaGenVQ, int | None]:
+    """Read an image tokenizer in the layout of taming-transformers: vqgan.ckpt and vqgan.yaml, or a .ckpt file.
 
-    Args:
-        path: folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file.
-        progress: progress callback.
-
-    Raises:
-        CheckpointError: a file cannot be read, or has no tokenizer in this layout.
+    Return it with the grid rows of its training images, None without vqgan.yaml.
     """
     file = path / "vqgan.ckpt" if path.is_dir() else path
     if not file.is_file():
@@ -118,10 +90,9 @@ def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
     vq = load_vqgan(checkpoint)
     settings = file.with_suffix(".yaml")
     if not settings.is_file():
-        return LoadedVQGAN(vq, None, checkpoint.sources)
-    return LoadedVQGAN(
-        vq, _read_training_grid_size(settings, vq.config), [*checkpoint.sources, ("vq_config", settings)]
-    )
+        return vq, None
+    checkpoint.sources.append(("vq_config", settings))
+    return vq, _read_training_grid_size(settings, vq.config)
 
 
 def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
@@ -140,7 +111,6 @@ def rename_vqgan_weights(
     """Rename weights from the names of taming-transformers to LlamaGen's names.
 
     Args:
-        checkpoint: weights that are renamed.
         coarsest_first: whether level 0 of the decoder is the coarsest, which runs first. In taming-transformers, level
             0 is the finest, which runs last.
         patterns: regular expressions and replacements that first convert other names to taming-transformers' names.

@@ -17,27 +17,20 @@ Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
 class Architecture(FrozenModel):
-    """Architecture of a decoder model, the target or the drafter.
-
-    Graphs for GPUs are written from these fields. The training of drafters also reads these fields.
+    """Architecture of a decoder model, the target or the drafter, from which graphs for GPUs are written.
 
     Args:
-        intermediate_size: hidden width of the feed-forward networks.
-        norm_eps: epsilon of the RMS norms.
-        num_heads: number of query heads.
         head_norm_eps: epsilon of the norms of queries and keys in each head; None: queries and keys have no norms.
         rms_head_norm: whether the norms of queries and keys are RMS norms (Qwen3) instead of layer norms.
         attention_scale: factor that multiplies the products of queries and keys; 1 if the weights include the factor.
         rotary: coordinates by which queries and keys are rotated. `grid`: row and column of a cell (LlamaGen);
             `sequence`: position in the sequence (Llama, Chameleon); `grids`: time, row and column in two grids
             (GLM-Image).
-        rope_style: pairs of numbers that are rotated together: `interleaved` is (2i, 2i + 1), `half` is
-            (i, i + head_dim / 2).
-        rope_base: base of the rotary frequencies.
+        rope_style: pairs of numbers that are rotated together: `interleaved` is (2i, 2i + 1), `half` is (i, i +
+            head_dim / 2).
         prefix_rotation: rotation of queries and keys at the prompt's positions, if `rotary` is `grid`. `identity`: no
             change; `zero`: queries and keys are multiplied by 0 (LlamaGen).
         input_norm: whether the first layer normalises its input; False for LANTERN's drafters for LlamaGen.
-        final_norm: whether hidden states are normalised after the last layer.
         post_norms: whether the outputs of attention and feed-forward network are also normalised (GLM-Image).
         head_hidden: width of the hidden layer in the output head (Janus); 0: the output head is linear.
         two_heads: whether a second output head gives logits for the cell below a code (NAR). Only the second head uses

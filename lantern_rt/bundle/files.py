@@ -50,20 +50,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bundle:
-    """Opened bundle.
-
-    Args:
-        folder: folder of the bundle.
-        manifest: contents of `bundle.json`.
-        digest: sha256 of `bundle.json`, which has the hashes of all other files: it identifies the whole bundle.
-    """
+    """Opened bundle. Its `digest`, the sha256 of `bundle.json`, which has the hashes of all files, identifies it."""
 
     folder: Path
     manifest: Manifest
     digest: str
 
     def path(self, file_role: str) -> Path:
-        """Return the path of the file that has a role, such as `target`; BundleError if no file has it."""
+        """Return the path of the file that has a role, such as `target`, or raise BundleError."""
         entry = self.manifest.files.get(file_role)
         if entry is None:
             expected = f"one of {', '.join(sorted(self.manifest.files))}"
@@ -77,10 +71,7 @@ class Bundle:
 
     @cached_property
     def code_embeddings(self) -> NDArray[np.float32]:
-        """Input embeddings of the target for image tokens, float32 `[tokens, hidden_size]`.
-
-        The rows of the codes come first. Then follow the rows of the end-of-row token or of learned vectors, if any.
-        """
+        """Input embeddings of the target for image tokens, float32 `[manifest.num_embeddings, hidden_size]`."""
         path = self.path("code_embeddings")
         tokens = self.manifest.num_embeddings
         table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32", "float16"))
@@ -145,11 +136,8 @@ def open_bundle(
         verify: whether to compare the sha256 of every file. Sizes, paths and external files of graphs are always
             checked.
         skipped_roles: roles of files whose sha256 is not compared, because TensorRT engines replace these files.
-        progress: callback, called with the number of hashed bytes and the number of all bytes.
+        progress: called with the number of hashed bytes and the number of all bytes.
         digest: sha256 that `bundle.json` must have; None: any sha256.
-
-    Returns:
-        The opened bundle.
 
     Raises:
         BundleError: the bundle cannot be downloaded or read, or a check fails.
@@ -275,8 +263,7 @@ def _check_file_path(manifest_path: Path, file_role: str, path: str) -> None:
 def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
     """Raise BundleError unless a file is a regular file in the bundle's folder with the listed size and sha256.
 
-    Args:
-        progress: called with the number of bytes of each hashed block. None: the sha256 is not checked.
+    `progress` gets the number of bytes of each hashed block. None: the sha256 is not checked.
     """
     path = folder / entry.path
     try:
@@ -315,10 +302,7 @@ def _check_external_files(path: Path, subfolder: PurePosixPath, listed_files: se
 def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> NDArray[Any]:
     """Read an array from an .npy file (memory-mapped), or the array `name` from an .npz file.
 
-    Args:
-        name: name of the array in an .npz file; None: the file is an .npy file.
-        shape: shape that the array must have. It also limits the size of a compressed array.
-        dtypes: names of the allowed dtypes.
+    The shape that the array must have also limits the size of a compressed array.
     """
     array: NDArray[Any]
     if name is None:

@@ -42,10 +42,7 @@ def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tupl
 
 
 def is_hub_rejection(error: BaseException) -> bool:
-    """Return whether an error means that the hub rejected a request.
-
-    It does so because of a wrong name, terms that the user has not accepted, or a missing access token.
-    """
+    """Return whether the hub rejected a request: a wrong name, terms that were not accepted, or no access token."""
     response = getattr(_find_http_error(error), "response", None)
     return response is not None and 400 <= response.status_code < 429
 
@@ -58,12 +55,7 @@ def _find_http_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert errors of `huggingface_hub`, its network client and its cache to `error_class`.
-
-    Args:
-        field: subject of the error message, such as the hub reference.
-        remedy: remedy if the hub cannot be reached.
-    """
+    """Convert errors of `huggingface_hub` to errors about `field`; `remedy` is for a hub that cannot be reached."""
     try:
         yield
     except LanternError:
@@ -81,15 +73,9 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
 
 
 def download_files(repository: str, file_names: Iterable[str], revision: str | None, again: bool = False) -> Path:
-    """Download files that are not in the hub's cache. All come from the commit of the first file.
+    """Download files that are not in the hub's cache, or with `again` all, and return the folder of their commit there.
 
-    Args:
-        file_names: names of one or more files, without `..`.
-        revision: branch, tag or commit; None: the default branch.
-        again: whether files in the cache are downloaded too, and replaced.
-
-    Returns:
-        The folder of the commit in the cache.
+    All come from the commit of the first file. `revision` is a branch, tag or commit; None: the default branch.
     """
     from huggingface_hub import hf_hub_download
 
@@ -102,10 +88,7 @@ def download_files(repository: str, file_names: Iterable[str], revision: str | N
 
 
 def _run_interruptibly(function: Callable[[], str]) -> str:
-    """Call a function in a thread and return its result.
-
-    A signal such as Ctrl-C ends the waiting at once. The call itself continues, because it may run Rust code.
-    """
+    """Call a function in a thread and return its result; a signal ends the waiting, but not the call."""
     result: Future[str] = Future()
 
     def store_result() -> None:
@@ -170,14 +153,9 @@ def find_snapshot_folder(reference: str) -> Path:
 def fetch_bundle_files(
     reference: str, file_names: Iterable[str], commit: str | None = None, again: bool = False
 ) -> Path:
-    """Download the files of a bundle that are not in the hub's cache.
+    """Download the files of a bundle as `download_files` does, and return its folder, whose name is the commit.
 
-    Args:
-        commit: commit of the files; None: that of the reference.
-        again: whether files in the cache are downloaded too, and replaced.
-
-    Returns:
-        The bundle's folder in the cache, whose name is the commit.
+    `commit` is that of the files; None: that of the reference.
     """
     repository, file, revision = parse_hub_reference(reference, BundleError)
     if file is not None:

@@ -1,11 +1,11 @@
-"""The manifest `bundle.json` of a bundle, as pydantic models that reject unknown fields."""
+"""The manifest `bundle.json`, as pydantic models that reject unknown fields; `docs/bundle-format.md` describes them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -24,7 +24,7 @@ Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-w
 
 
 def compute_sha256(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
-    """Compute the sha256 of a file as hex digits. `progress` gets the number of bytes of each hashed block."""
+    """Compute the sha256 of a file as hex digits; `progress` gets the number of bytes of each block."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_BLOCK):
@@ -34,13 +34,7 @@ def compute_sha256(path: Path, progress: Callable[[int], None] = lambda size: No
 
 
 class FileEntry(FrozenModel):
-    """Manifest entry of a file.
-
-    Args:
-        path: path relative to the bundle's folder, with forward slashes.
-        sha256: hex digits.
-        bytes: size of the file.
-    """
+    """Manifest entry of a file; its `path` is relative to the bundle's folder, with forward slashes."""
 
     path: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -52,9 +46,10 @@ class FileEntry(FrozenModel):
         return cls(path=path.name, sha256=compute_sha256(path, progress), bytes=path.stat().st_size)
 
 
-class _DecoderFields(FrozenModel):
+class DecoderSizes(FrozenModel):
     """Sizes of target and drafter, whose KV caches have the shape `[past, rows, num_kv_heads, head_dim]`."""
 
+    role: ClassVar[Literal["target", "drafter"]]
     hidden_size: Count
     num_layers: SmallCount
     num_kv_heads: SmallCount
@@ -63,37 +58,20 @@ class _DecoderFields(FrozenModel):
     architecture: Architecture
 
 
-class DecoderSpec(_DecoderFields):
-    """Sizes and precision of the image model (the target).
+class DecoderSpec(DecoderSizes):
+    """Sizes and precision of the image model (the target). Only devices compute in the `dtype` `bfloat16`."""
 
-    Args:
-        max_positions: maximum number of positions of a sequence.
-        dtype: dtype of the KV cache and of the computation in target and drafter. With `bfloat16`, graphs for CPUs
-            compute in float32, and only devices that support bfloat16 compute in bfloat16.
-        precision: precision of the stored weights.
-    """
-
+    role = "target"
     max_positions: Count
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     cache_layout: Literal["past-first"] = "past-first"
     precision: Precision = "fp32"
 
 
-class DrafterSpec(_DecoderFields):
-    """Manifest entry of an EAGLE drafter, whose input p (slot p) is token p + 1 and the target's hidden state p.
+class DrafterSpec(DecoderSizes):
+    """Manifest entry of an EAGLE drafter, whose input p (slot p) is token p + 1 and the target's hidden state p."""
 
-    Args:
-        position_shift: position of a slot in the drafter minus the position of the slot's token in the target.
-        masks_prefix: whether the drafter's attention mask hides padded prefix slots, unlike in LANTERN's LlamaGen
-            drafter.
-        prefix_token: token that the prefix slots read. If the condition is of kind `tokens`, these slots read
-            the prompt's tokens instead.
-        code_offset: token id of code 0, in a drafter whose vocabulary also contains text tokens.
-        precision: precision of the stored weights.
-        head_codes: number of codes for which the drafter computes logits; None: all codes. The logits of all other
-            codes are very low.
-    """
-
+    role = "drafter"
     position_shift: Annotated[int, Field(ge=-1, le=1024)] = -1
     masks_prefix: bool = True
     prefix_token: TokenId = 0
@@ -103,30 +81,14 @@ class DrafterSpec(_DecoderFields):
 
 
 class DraftHeadsSpec(FrozenModel):
-    """Draft heads (`runtime/heads.py`), which propose tokens for windows and draft trees.
-
-    Args:
-        rank: rank of the matrix that corrects logits after a draft token was replaced.
-        units: number of hidden units for predicted logits.
-    """
+    """Draft heads (`runtime/heads.py`), which propose tokens for windows and draft trees."""
 
     rank: SmallCount
     units: SmallCount
 
 
 class Size(FrozenModel):
-    """Image size that a bundle can generate.
-
-    Args:
-        name: width and height in pixels, such as `512x384`.
-        rows: number of grid rows.
-        columns: number of grid columns.
-        tokens: token ids that tell the model the size, at the end of the conditional and the unconditional row.
-        first_grid: rows and columns of a smaller grid whose codes come before the codes of the image; None: no
-            smaller grid.
-        first_position: position of the first code; prompts end directly before it. None: prompts begin at position 0.
-        source_tokens: token ids that replace `tokens` in prompts with a source image.
-    """
+    """Image size that a bundle can generate; its name is width and height in pixels, such as `512x384`."""
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
     rows: Side
@@ -151,15 +113,7 @@ class Size(FrozenModel):
 
 
 class SourceImageSpec(FrozenModel):
-    """Layout of prompts with a source image, whose codes come before the token ids of the text.
-
-    The image is scaled to a smaller size, from which the graph `vq_encoder` computes the codes.
-
-    Args:
-        before: token ids before the codes of the source image.
-        after: token ids after the codes of the source image.
-        pixels_per_cell: height and width of a cell, in pixels of the smaller image.
-    """
+    """Layout of prompts with a source image, whose codes come before the token ids of the text."""
 
     before: Annotated[tuple[TokenId, ...], Field(max_length=16)]
     after: Annotated[tuple[TokenId, ...], Field(max_length=16)]
@@ -186,12 +140,10 @@ class DecodingDefaults(FrozenModel):
 class PresetMeasurements(FrozenModel):
     """Measurements of a preset's method by `lantern-rt eval`.
 
-    Args:
+    Attributes:
         tokens_per_pass: mean number of tokens of an image per forward pass of the target.
         excess_nll: negative log-likelihood minus entropy, in nats per token, as a difference to plain decoding.
         agreement: prompt agreement in percentage points, as a difference to plain decoding; None: not measured.
-        images: number of generated images.
-        date: date in ISO 8601.
     """
 
     tokens_per_pass: Annotated[float, Field(gt=0, le=1e6)]
@@ -204,11 +156,8 @@ class PresetMeasurements(FrozenModel):
 class Preset(FrozenModel):
     """Decoding method that a quality (`strict`, `balanced` or `fast`) selects.
 
-    Args:
-        method: decoding method.
-        devices: method on GPUs and other devices, only for `strict`. On GPUs, more nodes per forward pass cost
-            little time. None: `method`.
-        figures: measurements of `method`; None: not measured.
+    Only `strict` may have another method for GPUs and other devices, where more nodes per forward pass cost little
+    time.
     """
 
     method: Method
@@ -226,13 +175,7 @@ def _add_strict_preset(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
 
 
 class CheckpointFileRecord(FrozenModel):
-    """Record of a checkpoint file that was exported.
-
-    Args:
-        role: such as `target`.
-        sha256: hex digits.
-        origin: hub reference from which the file was downloaded; None if it was a local file.
-    """
+    """Record of a checkpoint file that was exported; its origin is a hub reference, None for a local file."""
 
     role: str
     name: str
@@ -241,13 +184,7 @@ class CheckpointFileRecord(FrozenModel):
 
 
 class Provenance(FrozenModel):
-    """Origin of a bundle.
-
-    Args:
-        exporter: name and version of the exporter.
-        weights: set of weights that was exported, if the checkpoint contains both `model` and `ema`.
-        calibration: description of the data that calibrated an int8 image decoder.
-    """
+    """Origin of a bundle."""
 
     exporter: str
     sources: tuple[CheckpointFileRecord, ...] = ()
@@ -257,21 +194,7 @@ class Provenance(FrozenModel):
 
 
 class Manifest(FrozenModel):
-    """Contents of `bundle.json`. `docs/bundle-format.md` describes all fields.
-
-    Args:
-        sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
-        row_end: token after every grid row except the last row, an index of `code_embeddings`. It is not sampled.
-        order: groups of cells that are sampled together; None: codes are sampled one after another, in raster order.
-        source: layout of prompts with a source image; None: images are generated from text alone, and `vq_encoder` is
-            for edits.
-        neighbors: number of neighbours per code in the table `neighbors`; 0: the bundle has no table.
-        vq_precision: precision of the image decoder's matrix products.
-        presets: decoding methods by quality. `strict` is `STRICT` by default; `eval --write-presets` adds others.
-        files: files by role: `target`, `condition` and `code_embeddings`; `drafter`, `heads`, `neighbors` and
-            `tokenizer` if the bundle has them; optionally `vq_decoder`, `vq_encoder`, and `prompts` for comparisons.
-            Other roles are external data of a graph (`target.data`, ...).
-    """
+    """Contents of `bundle.json`."""
 
     format_version: str
     name: str
@@ -442,10 +365,7 @@ class Manifest(FrozenModel):
 
 
 def explain_unsupported_method(manifest: Manifest, method: MethodConfig) -> str | None:
-    """Return the reason why a bundle cannot run a decoding method; None: the bundle can run the method.
-
-    The reason completes a sentence that begins with `bundle NAME`, such as `bundle scenes has no drafter ...`.
-    """
+    """Return the reason why a bundle cannot run a decoding method, which completes `bundle NAME ...`; None: it can."""
     requirements = method.requirements
     if requirements.order != (manifest.order is not None):
         if requirements.order:

@@ -70,10 +70,9 @@ def list_external_files(path: Path) -> set[str]:
 
 
 class StoredTensor(NamedTuple):
-    """Initialiser of an ONNX graph.
+    """Initialiser of an ONNX graph, whose name may end in the stored type, such as `.int8`.
 
-    Args:
-        name: the name may end in the stored type, such as `.int8`.
+    Attributes:
         tensor_message: bytes of the protobuf message `TensorProto`.
         dtype: name of the NumPy type, `bfloat16` or `int4`; empty for other types.
         external_data: name of the file beside the graph, offset and length in bytes. None: the data are in

@@ -19,14 +19,8 @@ Group = Annotated[tuple[Cell, ...], Field(min_length=1, max_length=MAX_GROUP)]
 class GroupOrderSpec(FrozenModel):
     """Groups of cells that are sampled together, one group per forward pass (`runtime/groups.py`).
 
-    Args:
-        groups: cells of each group, numbered in raster order. The first group has a single cell, which the prefill
-            samples. No group is smaller than the previous group, except with two heads.
-        vectors: number of learned vectors, which follow the codes in `code_embeddings`. A forward pass reads the codes
-            of the previous group. If the new group has more cells, the pass also reads a vector for each further cell.
-        two_heads: whether the target gives logits for two cells after each code: the cell to the right and the cell
-            below. A cell is sampled from the mean of the logits after its left neighbour and after its upper
-            neighbour.
+    The first group has a single cell, which the prefill samples. No group is smaller than the previous group, except
+    with two heads.
     """
 
     groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=65_536)]

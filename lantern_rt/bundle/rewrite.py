@@ -27,7 +27,7 @@ def check_bundle_writable(bundle: Bundle) -> None:
 
 
 def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
-    """Add presets to a bundle, and replace presets of the same qualities. The manifest is written atomically.
+    """Add presets to a bundle, or replace those of the same qualities. The manifest is written atomically.
 
     The bundle's digest changes, so engine folders and recipes of images no longer match the bundle.
     """
@@ -37,13 +37,10 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
 
 
 def write_draft_heads(bundle: Bundle, head_arrays: Mapping[str, NDArray[np.float16]]) -> Bundle:
-    """Add draft heads to a bundle, and replace its existing draft heads. The files are written atomically.
+    """Add draft heads to a bundle, or replace its draft heads, by the names of the fields of `DraftHeads`.
 
-    The bundle's digest changes. All presets except `strict` are removed, because relaxed windows generate different
-    images with other draft heads.
-
-    Args:
-        head_arrays: arrays of the draft heads, by the names of the fields of `DraftHeads`.
+    The files are written atomically. The bundle's digest changes. All presets except `strict` are removed, because
+    relaxed windows generate different images with other draft heads.
     """
     manifest = bundle.manifest
     spec = DraftHeadsSpec(rank=head_arrays["change"].shape[1], units=head_arrays["left"].shape[1])

@@ -11,12 +11,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..errors import LanternError, RequestError
+from ..hints import suggest_name
 
 PROGRAM = "lantern-rt"
 # Commands by name: the module and function name of each command, and its line in the list of commands. A module that
 # has a dict `STEPS` has subcommands; `STEPS` maps the names of their functions to usage examples.
 COMMANDS = {
-    "run": ("run", "Generate PNG images from prompts, class ids or text embeddings."),
+    "run": ("run", "Generate images from prompts, class ids or text embeddings."),
     "edit": ("edit", "Regenerate a part of an image."),
     "serve": ("serve", "Serve bundles over HTTP: OpenAI's Images API, a web page, metrics."),
     "inspect": ("inspect", "Check the files of a bundle or an engine folder, and describe it."),
@@ -49,17 +50,24 @@ class _CliCommand(TyperCommand):
             fields = {**describe_validation_error(error.__cause__), "field": error.param.opts[-1]}
             remedy = _REMEDIES.get(error.param.name or "", f"see `{ctx.command_path} --help`")
             raise RequestError(**fields, remedy=remedy) from error
+        except typer.exceptions.TyperException as error:
+            if not hasattr(error, "possibilities"):  # only the error of an unknown option has it
+                raise
+            name = getattr(error, "option_name", "")
+            options = [option for param in self.params for option in param.opts]
+            raise _make_unknown_name_error("option", name, options, ctx.command_path) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except LanternError as error:
-            from ..inputs import PARAMETER_NAMES
+            from ..subjects.table import PARAMETER_NAMES
 
             values = [item for value in ctx.params.values() for item in (value if isinstance(value, list) else [value])]
             if error.field in map(str, values):  # a file, which may have the name of an option
                 raise
-            options = {param.name: param.opts[-1] for param in self.params if param.param_type_name == "option"}
+            flags = [param.opts[-1] for param in self.params if param.param_type_name == "option"]
+            options = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags}
             options.pop("prompt", None)  # prompts are usually arguments
             parameter = error.field.replace("-", "_").replace(" ", "_")
             name, _ = PARAMETER_NAMES.get(parameter, (error.field, ""))
@@ -88,7 +96,7 @@ class _CliGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            raise _make_unknown_name_error("command", cmd_name, [*COMMANDS], ctx.command_path)
         name, _ = COMMANDS[cmd_name]
         module = importlib.import_module(f".{name}", __package__)
         command = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -101,6 +109,11 @@ class _CliGroup(TyperGroup):
             examples = "\n".join(text.strip() for text in steps.values())
             command.callback(help=module.__doc__, epilog=_format_examples(examples))(lambda: None)
         return typer.main.get_command(command)
+
+
+def _make_unknown_name_error(kind: str, name: str, known_names: list[str], command_path: str) -> RequestError:
+    remedy = suggest_name(name, known_names) or f"see `{command_path} --help`"
+    return RequestError(f"no such {kind}", field=name, remedy=remedy)
 
 
 def _format_examples(commands: str) -> str:
@@ -116,7 +129,7 @@ def _format_examples(commands: str) -> str:
 app = typer.Typer(
     name=PROGRAM,
     cls=_CliGroup,
-    help="Image generation with relaxed speculative decoding.",
+    help="Make images from text, fast.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -36,7 +36,7 @@ lantern-rt bench scenes --batch 4 --threads 1
 COLUMNS = {
     "method": "{method}",
     "images/s": "{images_per_second:.3g}",
-    "speed-up": "{speed_up:.2f}",
+    "speed-up": "{speed_up:.2f} ({speed_up_interval[low]:.2f} .. {speed_up_interval[high]:.2f})",
     "tokens per pass": "{tokens_per_forward_pass:.2f}",
     "exact": "{exact_word}",
 }
@@ -86,7 +86,7 @@ def bench(
         row["exact_word"] = "yes" if row["exact"] else "no"
     print_text(f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}")
     print_table(COLUMNS, rows)
-    turns = f"{len(runs[0])} turns, batch size {batch}; speed-ups are medians over the turns"
+    turns = f"{len(runs[0])} turns, batch size {batch}; speed-ups are medians over the turns, with 95 % intervals"
     print_text(turns, describe_fastest_method(rows))
 
 

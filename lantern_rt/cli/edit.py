@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..inputs import is_number
+from ..output.formats import PNG
 from ..output.names import choose_output_paths
 from .console import print_stderr, print_text
-from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions, MethodOption, QualityOption
+from .options import EDIT_INPUTS, OUTPUT, SUBJECTS, BundleArgument, EngineOptions, add_request_options
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
@@ -27,20 +28,6 @@ lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --output do
 ImageArgument = Annotated[
     Path, typer.Argument(help="Image to edit: PNG, JPEG or WebP, scaled to a size of the bundle.")
 ]
-MaskOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Image of the same size that is transparent where IMAGE is to change or, if it has no transparency, "
-        "white there. [default: the transparency of IMAGE]",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-KeepRowsOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of rows of the token grid to keep at the top, in place of a mask.", rich_help_panel=SUBJECTS
-    ),
-]
 PromptOption = Annotated[
     str | None,
     typer.Option(
@@ -48,14 +35,6 @@ PromptOption = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Random seed; further images have the next seeds. [default: random, and printed]",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-CountOption = Annotated[int, typer.Option(help="Number of images.", rich_help_panel=SUBJECTS)]
 OutputOption = Annotated[
     str | None,
     typer.Option(
@@ -65,48 +44,43 @@ OutputOption = Annotated[
 ]
 
 
+@add_request_options("output", [*EDIT_INPUTS, "seed", "num_images", "quality", "method"])
 def edit(
     image: ImageArgument,
     bundle: BundleArgument = "scenes",
-    mask: MaskOption = None,
-    keep_rows: KeepRowsOption = None,
     prompt: PromptOption = None,
-    seed: SeedOption = None,
-    count: CountOption = 1,
-    quality: QualityOption = None,
-    method: MethodOption = None,
     output: OutputOption = None,
+    **options: Any,
 ) -> None:
     """Regenerate a part of an image.
 
     Prints the paths of the files to stdout, progress and a line of statistics to stderr.
     """
-    from ..edits import check_supports_edits
-    from ..prompts import load_bundle_tokenizer
     from ..requests import check_request, choose_random_seed
+    from ..subjects.image_input import check_supports_edits
+    from ..text.tokenizers import load_bundle_tokenizer
     from .replay import png_contains_image
 
     engine = EngineOptions()
     opened = engine.open_bundle(bundle)
     check_supports_edits(opened.manifest)
-    seed = choose_random_seed() if seed is None else seed
-    chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
-    options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    options = {"seed": choose_random_seed(), **{name: value for name, value in options.items() if value is not None}}
+    count = options.get("num_images", 1)
     if prompt is not None and opened.manifest.condition.kind == "class" and is_number(prompt):
         options["class_ids"] = int(prompt)
     else:
         options["prompts"] = prompt
-    request = check_request(opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count, **options)
+    request = check_request(opened.manifest, load_bundle_tokenizer(opened), {"image": image, **options})
 
     def contains_image(index: int, path: Path) -> bool:
         return png_contains_image(path, opened, replace(request, images=[request.images[index]]), 1)
 
-    stems = [f"{image.stem}-edit-seed{seed + i}" for i in range(count)]
+    stems = [f"{image.stem}-edit-seed{generated.seed}" for generated in request.images]
     outputs = choose_output_paths(output, stems, False, contains_image)
     if all(done for _, done in outputs):
         print_stderr("the image exists already" if count == 1 else "the images exist already")
     else:
-        options |= {"num_images": count, "progress": sys.stderr.isatty()}
+        options["progress"] = sys.stderr.isatty()
         _generate_edits(engine.load_pipeline(opened, request.settings), image, options, outputs)
     print_text(*(path for path, _ in outputs))
 
@@ -116,11 +90,10 @@ def _generate_edits(
 ) -> None:
     """Generate the images, and write the files that do not exist yet. `planned_files`: path, and whether it exists."""
     from ..output.files import write_output
-    from ..output.images import encode_png
 
     began = time.perf_counter()
     result = pipeline.edit(image_path, **options)
     for (path, done), edited in zip(planned_files, result.images, strict=True):
         if not done:
-            write_output(path, encode_png(edited, edited.info), False)
+            write_output(path, PNG.encode_image(edited), False)
     print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s, seed {options['seed']}")

@@ -27,14 +27,16 @@ from ..compare.prompts import Prompts, read_bundle_prompts
 from ..compare.report import format_html_report, format_text_report
 from ..compare.statistics import Floats
 from ..compare.turns import parse_methods
+from ..completion import parse_method
 from ..engines.doctor import make_host_report
 from ..engines.host import count_usable_cores
 from ..errors import RequestError
-from ..methods import Quality
+from ..methods import BUILT_IN_METHODS, METHODS, Quality
 from ..output.files import check_new_folder, write_folder_atomically
 from ..output.names import make_slug
 from ..output.tables import format_csv_table
 from ..pipeline import Pipeline
+from ..subjects.text import Text
 from .bench import describe_pipeline
 from .console import print_text, show_progress
 from .options import (
@@ -128,6 +130,8 @@ def evaluate(
     check_new_folder(output, False, _RESULT)
     labels = method or ([] if quality else list_candidate_methods(manifest))
     methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
+    if write_presets:
+        _check_built_in(labels)
     prompt_set = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(prompt_set.items))
     if features is not None or agreement is not None or reference is not None:
@@ -154,6 +158,13 @@ def evaluate(
         _write_presets(opened, choose_presets(report, manifest))
 
 
+def _check_built_in(methods: list[str]) -> None:
+    for method in methods:
+        if METHODS[parse_method(method)[0]] not in BUILT_IN_METHODS:
+            problem = "is registered in this process only, so it cannot be a preset"
+            raise RequestError(problem, field=f"method {method}", remedy="omit it, or --write-presets")
+
+
 def _open_feature_model(path: Path | None, bundle: Bundle, threads: int | None) -> ImageFeatureModel | None:
     """Open the ONNX graph that computes image features; None: the bundle's VQ encoder, if it has one."""
     if path is not None:
@@ -162,8 +173,8 @@ def _open_feature_model(path: Path | None, bundle: Bundle, threads: int | None) 
 
 
 def _open_agreement_model(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> PromptAgreementModel:
-    if prompts.input_kind != "prompts":
-        problem = f"bundle {bundle.manifest.name} takes {prompts.input_kind}, not prompts"
+    if prompts.kind is not Text:
+        problem = f"bundle {bundle.manifest.name} takes {prompts.kind.words.parameter}, not prompts"
         raise RequestError(problem, field="agreement", remedy="leave it out")
     return PromptAgreementModel(path, read_preprocessing(path), bundle, threads)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
+from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..bundle.hub import find_hub_cache
+from ..bundle.hub import HUB, REPOSITORY, find_hub_cache
+from ..compare.prompts import read_prompts
 from ..engines.host import EXPORT_BYTES, available_memory, check_space
 from ..errors import CheckpointError
 from ..export.registry import (
@@ -21,7 +24,8 @@ from ..export.registry import (
 from ..export.space import ExportSizes, estimate_export_sizes
 from ..inputs import require_library
 from ..memory import PeakMemoryMonitor
-from ..published import find_published_model
+from ..model_names import find_model_name, is_checkpoint_file
+from ..published import PublishedModel, find_published_model, is_published
 from .console import format_bytes, print_stderr, print_text, show_progress
 from .options import ForceOption
 
@@ -45,13 +49,14 @@ OutputOption = Annotated[Path, typer.Option(help="Bundle folder to write.")]
 NameArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="NAME",
-        help="Published model to download, as `lantern-rt models` lists them. Options replace its settings.",
+        metavar="[MODEL]",
+        help="Checkpoint: a file, a folder or hf:owner/name; or a published model, as `lantern-rt models` lists them, "
+        "whose settings other options replace.",
     ),
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option(help="Target checkpoint instead of NAME: a file or folder, or hf:owner/name[/file][@revision]."),
+    typer.Option(help="Target checkpoint, as an alternative: a file or folder, or hf:owner/name[/file][@revision]."),
 ]
 VqOption = Annotated[
     str | None,
@@ -98,7 +103,14 @@ FamilyOption = Annotated[
     str | None,
     typer.Option(
         help=f"Family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}. "
-        f"[default: NAME's, or that of config.json, or {FAMILIES[0]}]"
+        f"[default: that of the published model or of config.json, or {FAMILIES[0]}]"
+    ),
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text file with a prompt per line, for `bench`, `eval` and `push`. [default: twelve captions, if the "
+        "model takes prompts]"
     ),
 ]
 PrecisionOption = Annotated[
@@ -129,6 +141,7 @@ def export(
     weights: WeightsOption = None,
     lora: LoraOption = None,
     family: FamilyOption = None,
+    prompts: PromptsOption = None,
     precision: PrecisionOption = None,
     vq_precision: VqPrecisionOption = "fp32",
     compute: ComputeOption = "float32",
@@ -138,6 +151,7 @@ def export(
     if (name is None) == (target is None):
         actual = "neither" if name is None else "both"
         raise CheckpointError(field="target", found=actual, expected="the name of a published model or --target")
+    model, target = _find_model_or_target(name) if name else (None, target)
     options: dict[str, Any] = {
         "target": target,
         "vq": vq,
@@ -149,7 +163,6 @@ def export(
         "weights": weights,
         "lora": lora or None,
     }
-    model = None if name is None else find_published_model(name)
     if model is not None:
         options |= {key: value for key, value in model.export_options.items() if options[key] is None}
         family = family or model.family
@@ -158,23 +171,54 @@ def export(
     with show_progress(announce_tasks=False) as progress:
         progress("loading PyTorch")
         from ..export.graph.precision import parse_precisions
+        from ..export.prompts import add_prompts
         from ..export.writer import check_output_folder, export_model
 
         family = family or detect_model_family(options["target"])
-        check_family_options(family, options)
+        _check_options(family, options)
+    family = family or FAMILIES[0]
     precisions = parse_precisions(precision, compute, vq_precision)
+    fastest = parse_precisions("auto", compute="float32").target
     if precision == "auto":
-        print_stderr(f"precision: {precisions.target}, the fastest on this processor")
+        print_stderr(f"precision: {fastest}, the fastest on this processor")
+    texts = [] if prompts is None else [prompt for _, prompt in read_prompts(prompts)]
     check_output_folder(output, force)  # before downloads
     _check_space_for_download(output, estimate_export_sizes(load_model_family(family), options, precisions.target))
     start = time.perf_counter()
     with PeakMemoryMonitor() as peak, show_progress() as progress:
         loaded = read_family_checkpoints(family, options, progress, model.cfg_scale if model else None)
+        loaded = add_prompts(loaded, texts)
         export_model(loaded, output, precisions=precisions, force=force, progress=progress)
     _print_export_costs(output, time.perf_counter() - start, peak.bytes)
+    if precisions.target == "fp32" != fastest:
+        print_stderr(f"precision: fp32; on this processor, `--precision {fastest}` is smaller and faster")
     if loaded.manifest_fields["order"] is None:
-        print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
+        takes_embeddings = loaded.manifest_fields["condition"].kind == "embeddings"
+        options = "--write-presets" + " --prompts FILE.npz" * takes_embeddings
+        print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} {options}`")
     print_text(output)
+
+
+def _find_model_or_target(name: str) -> tuple[PublishedModel | None, str | None]:
+    """Return the published model that a name means, or the target that it means: a path or hub reference."""
+    known = find_model_name(name)
+    if is_published(known):
+        return find_published_model(known), None
+    if exists(name) or name.startswith(HUB) or is_checkpoint_file(Path(name)):
+        return None, name
+    if re.fullmatch(REPOSITORY, name):
+        return None, f"{HUB}{name}"
+    return find_published_model(name), None  # raises an error, which has the names that are alike
+
+
+def _check_options(family: str | None, options: dict[str, Any]) -> None:
+    """Check the options of a family; None: the default family, which an error calls a guess."""
+    try:
+        check_family_options(family or FAMILIES[0], options)
+    except CheckpointError as error:
+        if family is None:
+            error.remedy = "; ".join(filter(None, [error.remedy, f"{FAMILIES[0]} is a guess: --family names another"]))
+        raise
 
 
 def _check_space_for_download(output: Path, sizes: ExportSizes) -> None:

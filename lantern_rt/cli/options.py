@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,8 @@ import typer
 from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
 from ..methods import METHODS, SAMPLING, SettableByRequest
+from ..subjects.base import Option
+from ..subjects.table import WORDS
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -35,16 +37,6 @@ PromptsOption = Annotated[
     typer.Option(
         "--prompts",
         help="Text file with one prompt per line. [default: example prompts of the bundle]",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-EmbeddingsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--embeddings",
-        metavar="NPZ",
-        help="File of text embeddings for bundles that take them: array `embeddings [prompts, tokens, dim]`, padded "
-        "on the right, and array `mask [prompts, tokens]` if padding is used.",
         rich_help_panel=SUBJECTS,
     ),
 ]
@@ -121,12 +113,17 @@ def _get_sampling_option_type(name: str) -> Any:
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
 
-# Options of `run` that are also parameters of a pipeline call, by name of the parameter.
+def _make_input_option(option: Option) -> Any:
+    name = f"--{option.name.replace('_', '-')}"
+    return Annotated[
+        option.type | None, typer.Option(name, metavar=option.metavar, help=option.help, rich_help_panel=SUBJECTS)
+    ]
+
+
+EDIT_INPUTS = ("mask", "keep_rows")  # parameters of a pipeline call that only `edit` takes
+# Options of commands that are also parameters of a pipeline call, by name of the parameter.
 REQUEST_OPTIONS: dict[str, Any] = {
-    "negative_prompt": Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
-    ],
+    **{words.parameter: _make_input_option(words.option) for words in WORDS.values()},
     "seed": Annotated[
         int | None,
         typer.Option(
@@ -152,19 +149,23 @@ REQUEST_OPTIONS: dict[str, Any] = {
 }
 
 
-def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `**options` in the signature of a command by the parameters in `REQUEST_OPTIONS`.
+def add_request_options(before: str, names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the parameter `**options` in the signature of a command by some parameters in `REQUEST_OPTIONS`.
 
-    They come before the parameter `output`, so that typer lists them there.
+    They come before the parameter `before`, so that typer lists them there.
     """
-    parameters: list[inspect.Parameter] = []
-    signature = inspect.signature(command, eval_str=True)
-    for parameter in signature.parameters.values():
-        if parameter.name == "output":
-            parameters += [parameter.replace(name=name, annotation=kind) for name, kind in REQUEST_OPTIONS.items()]
-        parameters.append(parameter)
-    vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
-    return command
+
+    def replace_signature(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        signature = inspect.signature(command, eval_str=True)
+        for parameter in signature.parameters.values():
+            if parameter.name == before:
+                parameters += [parameter.replace(name=name, annotation=REQUEST_OPTIONS[name]) for name in names]
+            parameters.append(parameter)
+        vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
+        return command
+
+    return replace_signature
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
 
 def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
     """Open a bundle, check its files, and show the progress of the check on stderr."""
-    from .. import published
+    from ..model_names import open_model
     from .console import show_progress
 
     with show_progress(announce_tasks=False) as progress:
@@ -288,4 +289,4 @@ def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
         def report_progress(done: int, total: int) -> None:
             progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
-        return published.open_named_bundle(name, skipped_roles=skipped_roles, progress=report_progress)
+        return open_model(name, skipped_roles=skipped_roles, progress=report_progress)

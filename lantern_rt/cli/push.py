@@ -14,6 +14,7 @@ from ..bundle.files import MANIFEST_FILE, Bundle
 from ..bundle.hub import HUB, PLAIN_PATH, REPOSITORY, convert_hub_errors
 from ..errors import BundleError, OutputError, RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
+from ..output.formats import PNG
 from ..output.recipe import REMEDY, read_recipe
 from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
@@ -58,7 +59,7 @@ def push(
         opened.check_has_image_decoder()
     samples = [_read_sample_image(path, opened) for path in images or ()]
     create_repository(repository, private=True)  # before images are generated
-    if opened.manifest.makes_images:
+    if PNG.supports(opened.manifest):
         samples = samples or _generate_sample_images(opened)
     print_text(push_bundle(opened, repository, samples))
 
@@ -110,7 +111,6 @@ def _read_sample_image(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, 
 def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     """Generate images of the example prompts; return each PNG file, and the settings that generated it."""
     from ..compare.prompts import read_bundle_prompts
-    from ..output.images import encode_png
 
     try:
         prompts = read_bundle_prompts(bundle, count=NUM_SAMPLES)
@@ -121,7 +121,7 @@ def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, An
         for step in pipeline.stream(**prompts.request(0, len(prompts.items), first_seed=0)):
             progress("generating images for the card", step.done, step.total)
         images = [step.image(i) for i in range(len(prompts.items))]
-    return [(encode_png(image, image.info), image.info) for image in images]
+    return [(PNG.encode_image(image), image.info) for image in images]
 
 
 def make_model_card(
@@ -165,7 +165,7 @@ def make_model_card(
             [[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]]
         )
     again = ""
-    if manifest.makes_images:
+    if PNG.supports(manifest):
         lines += ["Every image records its prompt, seed and settings: `--from` generates it again.", ""]
         again = f"\n    lantern-rt run {name} --from 1.png"
     else:

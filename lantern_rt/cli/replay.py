@@ -17,16 +17,17 @@ from ..errors import BundleError, LanternError, RequestError
 from ..inputs import format_value
 from ..methods import METHODS_BY_PARAMETER, SAMPLING
 from ..output.recipe import REMEDY, Recipe, read_recipe
-from ..prompts import load_bundle_tokenizer
 from ..published import find_cached_bundle, load_published_models
 from ..requests import GenerationSettings, Request, check_request, resolve_settings
 from ..results import build_recipe_fields
+from ..subjects.table import WORDS
+from ..text.tokenizers import load_bundle_tokenizer
 
 if TYPE_CHECKING:
     from .options import EngineOptions
 
 # Fields of a recipe that describe its image; the others are settings and the bundle.
-_IMAGE_FIELDS = {"prompt", "negative_prompt", "class_id", "token_ids", "embedding", "edit", "seed"}
+_IMAGE_FIELDS = {"seed", *(words.chunk for words in WORDS.values())}
 
 
 def read_recorded_request(
@@ -61,18 +62,12 @@ def read_replay_recipe(png_path: Path, options: Mapping[str, Any]) -> Recipe:
 
 
 def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> Request:
-    """Return the request that generates exactly the image of a PNG. An edit is an error: it needs another image."""
-    if recipe.edit is not None:
-        problem = "records an edit of another image, which it does not contain"
-        raise RequestError(problem, field=str(png_path), remedy="give that image to `lantern-rt edit`")
+    """Return the request that generates exactly the image of a PNG, or raise RequestError if it records only hashes."""
     settings = restore_recorded_settings(png_path, recipe, bundle)
     options = {name: getattr(settings.sampling, name) for name in SAMPLING}
     options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}
-    subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
-    subjects["token_ids"] = None if recipe.token_ids is None else [*map(int, recipe.token_ids.split())]
-    subjects["negative_prompt"] = recipe.negative_prompt
     try:
-        return check_request(bundle.manifest, load_bundle_tokenizer(bundle), **subjects, **options)
+        return check_request(bundle.manifest, load_bundle_tokenizer(bundle), recipe.restore_inputs() | options)
     except RequestError as error:
         raise RequestError(str(error), field=str(png_path)) from error
 

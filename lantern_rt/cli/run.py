@@ -1,13 +1,12 @@
-"""The `run` command: generates PNG files, or files of codes, from prompts.
+"""The `run` command: generates files of images, or of codes, from prompts.
 
 All input is checked before the bundle's graphs are loaded.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import convert_read_errors, format_value, read_regular_file
-from ..output.files import check_output_path
-from ..output.names import choose_output_paths, make_slug
+from ..inputs import check_int, format_value
+from ..output.files import check_output_path, write_output
+from ..output.formats import FORMATS, PNG, FinishedImage, Model, OutputFormat, find_format
+from ..output.names import choose_output_paths
+from ..subjects.table import WORDS, list_subjects
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
+    EDIT_INPUTS,
     OUTPUT,
+    REQUEST_OPTIONS,
     SUBJECTS,
-    EmbeddingsOption,
     EngineOptions,
     EnginesOption,
     ForceOption,
@@ -34,16 +36,13 @@ from .options import (
     add_request_options,
     download_published_model,
 )
-from .outputs import choose_output_format
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
-    from ..prompts import ImageRequest
+    from ..output.trace import Trace
     from ..requests import Request
     from ..results import StreamStep
-    from .outputs import OutputFormat
 
-_MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
@@ -62,34 +61,6 @@ WordsArgument = Annotated[
         "embedded bundle or published model, or hf:owner/name[@revision]. [default: scenes, or that of --from]",
     ),
 ]
-PromptOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TEXT",
-        help="Prompt, as an alternative to arguments; may be given several times.",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-ClassIdOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        metavar="ID",
-        help="Class id, for class-conditional bundles; may be given several times.",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-TokenIdsOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="JSON",
-        help="File of a prompt as token ids, such as [1, 2, 3], or of a list of prompts.",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-ImageOption = Annotated[
-    Path | None,
-    typer.Option(metavar="IMAGE", help="Source image, for models that take one.", rich_help_panel=SUBJECTS),
-]
 SourceOption = Annotated[
     Path | None,
     typer.Option(
@@ -102,7 +73,8 @@ SourceOption = Annotated[
 OutputOption = Annotated[
     str | None,
     typer.Option(
-        help="File or folder to write; a new folder's parent must exist. "
+        help="File or folder to write; a new folder's parent must exist. A file's ending selects its format: "
+        f"{', '.join(suffix[1:] for each in FORMATS for suffix in each.suffixes)}. "
         "[default: a name from prompt and seed, or PNG-again, in the current folder]",
         rich_help_panel=OUTPUT,
     ),
@@ -118,18 +90,13 @@ CodesOption = Annotated[
     bool, typer.Option("--codes", help="Write .npz files of tokens instead of images.", rich_help_panel=OUTPUT)
 ]
 ScaleOption = Annotated[
-    int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
+    int, typer.Option(help="Factor by which to enlarge images, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
 ]
 
 
-@add_request_options
+@add_request_options("source", [name for name in REQUEST_OPTIONS if name not in EDIT_INPUTS])
 def run(
     words: WordsArgument = None,
-    prompt: PromptOption = None,
-    class_id: ClassIdOption = None,
-    token_ids: TokenIdsOption = None,
-    embeddings: EmbeddingsOption = None,
-    image: ImageOption = None,
     source: SourceOption = None,
     output: OutputOption = None,
     trace: TraceOption = None,
@@ -143,41 +110,43 @@ def run(
     force: ForceOption = False,
     **options: Any,
 ) -> None:
-    """Generate PNG images from prompts, class ids, token ids or text embeddings.
+    """Generate images from prompts, class ids, token ids or text embeddings.
 
     With --codes, or from a bundle without an image decoder, the command writes .npz files of tokens. Each file is
     written as soon as its image is complete. Images that exist already are not generated again. Prints the paths of the
     files to stdout, progress and a line of statistics to stderr.
     """
-    from ..published import find_published_model, is_missing_from_cache
-    from .before_download import check_run_options
-    from .replay import read_recorded_request, read_replay_recipe
+    from ..published import check_published_request, find_published_model, is_missing_from_cache
+    from .replay import png_contains_image, read_recorded_request, read_replay_recipe
 
-    name, prompts = _split_arguments(words or [], bool(prompt or class_id or token_ids or embeddings or source))
-    subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
-    subjects["prompts"] = [*prompts, *(prompt or [])] or None
-    options = {name: value for name, value in (subjects | options | {"image": image}).items() if value is not None}
-    count = options.get("num_images", 1)
+    options = {name: value for name, value in options.items() if value not in (None, [])}
+    name, prompts = _split_arguments(words or [], bool(source or list_subjects(options)))
+    if prompts:
+        options["prompts"] = [*prompts, *options.get("prompts", [])]
+    values = options | {name: WORDS[name].option.read(options[name]) for name in options.keys() & WORDS.keys()}
     engine_options = EngineOptions(threads, engines, provider)
-    if name is not None and (source or any(subjects.values())) and is_missing_from_cache(name):
+    if name is not None and (source or list_subjects(options)) and is_missing_from_cache(name):
         engine_options.check()
-        file_type = choose_output_format(find_published_model(name).makes_images, f"model {name}", codes, scale, trace)
+        formats = _list_formats(find_published_model(name), f"model {name}", codes, scale, trace)
         if source is None:
-            check_trace_paths(trace, check_run_options(name, options, output, force, file_type.suffix), force)
+            stems = ["image"] * check_published_request(name, values)
+            outputs = choose_output_paths(output, stems, force, lambda i, path: True, formats)
+            check_trace_paths(trace, [path for path, _ in outputs], force)
         else:
             read_replay_recipe(source, options)
         download_published_model(name, yes)
     if source is None:
-        bundle, request = _open_bundle_and_request(engine_options, name, options)
+        bundle, request = _open_bundle_and_request(engine_options, name, values)
+        stems = _make_file_stems(request, options)
     else:
         bundle, request = read_recorded_request(source, options, engine_options, name)
-    stems = _make_file_stems(request, count, embeddings) if source is None else [f"{source.stem}-again"]
-    format_class = choose_output_format(
-        bundle.manifest.makes_images, f"bundle {bundle.manifest.name}", codes, scale, trace
-    )
-    output_format = format_class(bundle, scale)
-    contains_image = partial(output_format.contains_image, request)
-    outputs = choose_output_paths(output, stems, force, contains_image, output_format.suffix)
+        stems = [f"{source.stem}-again"]
+    formats = _list_formats(bundle.manifest, f"bundle {bundle.manifest.name}", codes, scale, trace)
+
+    def contains_image(i: int, path: Path) -> bool:
+        return png_contains_image(path, bundle, replace(request, images=[request.images[i]]), scale)
+
+    outputs = choose_output_paths(output, stems, force, contains_image, formats)
     paths = [path for path, _ in outputs]
     trace_paths = check_trace_paths(trace, paths, force)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
@@ -186,11 +155,30 @@ def run(
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
         files = [outputs[i] for i in pending]
-        last_step = _generate_images(engine_options, bundle, request, output_format, files, trace_paths, force)
+        encode = partial(find_format(paths[0]).encode, scale=scale)
+        last_step = _generate_images(engine_options, bundle, request, encode, files, trace_paths, force)
     if as_json:
-        _print_results_json(request, last_step, paths, count)
+        _print_results_json(request, last_step, paths, options)
     else:
         print_text(*paths)
+
+
+def _list_formats(
+    model: Model, model_name: str, codes: bool, scale: int, trace_path: Path | None
+) -> list[OutputFormat]:
+    """Return the formats of which `--output` selects one, the default first, after a check of options for images."""
+    check_int("scale", scale, 1, 1, 16)
+    if not PNG.supports(model):
+        problem = f"{model_name} has no image decoder"
+        if trace_path is not None:
+            raise RequestError(problem, field="trace", remedy="leave it out")
+    elif codes:
+        problem = "is for images, not for --codes"
+    else:
+        return [each for each in FORMATS if each.needs_image_decoder]
+    if scale != 1:
+        raise RequestError(problem, field="scale", remedy="leave it out")
+    return [each for each in FORMATS if not each.needs_image_decoder]
 
 
 def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: bool) -> tuple[Path, Path] | None:
@@ -214,12 +202,13 @@ def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: b
     return paths
 
 
-def _print_results_json(request: Request, last_step: StreamStep, paths: list[Path], images_per_prompt: int) -> None:
+def _print_results_json(request: Request, last_step: StreamStep, paths: list[Path], options: Mapping[str, Any]) -> None:
+    images_per_prompt = options.get("num_images", 1)
     images = [
         {
             "codes": codes.tolist(),
             "seed": image.seed,
-            **_make_input_field(image, i // images_per_prompt),
+            image.subject.words.chunk: image.subject.name(i // images_per_prompt),
             "output": str(path),
         }
         for i, (image, codes, path) in enumerate(zip(request.images, last_step.codes, paths, strict=True))
@@ -238,9 +227,13 @@ def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str 
     Raises:
         RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
     """
-    bundle = None
-    if arguments and (_is_bundle(arguments[0]) or (has_input_option and " " not in arguments[0].strip())):
-        bundle, *arguments = arguments
+    from ..model_names import find_model_name
+
+    bundle = find_model_name(arguments[0]) if arguments else None
+    if arguments and has_input_option and " " not in arguments[0].strip():
+        bundle = bundle or arguments[0]
+    if bundle is not None:
+        arguments = arguments[1:]
     single = [argument for argument in arguments if " " not in argument.strip()]
     if len(arguments) > 1 and single:
         actual = f"the single word {format_value(single[0])} among {len(arguments)}"
@@ -249,82 +242,38 @@ def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str 
     return bundle, arguments
 
 
-def _is_bundle(argument: str) -> bool:
-    from ..bundle.files import MANIFEST_FILE, list_embedded_bundle_names
-    from ..bundle.hub import HUB
-    from ..published import load_published_models
-
-    with suppress(OSError, ValueError):  # too long for a path
-        return (
-            argument in list_embedded_bundle_names()
-            or argument in load_published_models()
-            or argument.startswith(HUB)
-            or (argument != "" and (Path(argument) / MANIFEST_FILE).is_file())
-        )
-    return False
-
-
 def _open_bundle_and_request(
     engine_options: EngineOptions, bundle_name: str | None, request_options: dict[str, Any]
 ) -> tuple[Bundle, Request]:
-    """Open the bundle (None: `scenes`), and check the request, whose `token_ids` and `embeddings` are paths."""
-    from ..prompts import load_bundle_tokenizer
+    """Open the bundle (None: `scenes`), and check the request."""
     from ..requests import check_request, choose_random_seed
-    from ..text.embeddings import read_embeddings
+    from ..text.tokenizers import load_bundle_tokenizer
 
-    if not {"prompts", "class_ids", "token_ids", "embeddings"} & request_options.keys():
+    if not list_subjects(request_options):
         actual = "nothing to generate" if bundle_name is None else f"bundle {bundle_name} and nothing to generate"
         raise RequestError(found=actual, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
-    if "token_ids" in request_options:
-        request_options = request_options | {"token_ids": _read_token_ids(request_options["token_ids"])}
-    if "embeddings" in request_options:
-        request_options = request_options | {"embeddings": read_embeddings(request_options["embeddings"])}
     bundle = engine_options.open_bundle(bundle_name or "scenes")
     if "image" in request_options and bundle.manifest.source is None:
         problem = f"bundle {bundle.manifest.name} takes no source image"
         raise RequestError(problem, field="image", remedy="leave it out, or use `lantern-rt edit`")
     request_options = {"seed": choose_random_seed()} | request_options
-    return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **request_options)
+    return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), request_options)
 
 
-def _read_token_ids(path: Path) -> Any:
-    with convert_read_errors(path, "a JSON list of token ids", RequestError, "write it as [1, 2, 3]"):
-        ids = json.loads(read_regular_file(path, _MAX_ID_BYTES))
-        if not isinstance(ids, list):
-            raise ValueError(format_value(ids))
-        return ids
-
-
-def _make_input_field(image_request: ImageRequest, prompt_index: int) -> dict[str, Any]:
-    """Return the JSON field that tells from which prompt, class id, token ids or embedding an image was generated."""
-    subject = image_request.prompt_or_class_id
-    if subject is None:
-        return {"embedding": prompt_index}
-    if isinstance(subject, tuple):
-        return {"token_ids": subject}
-    return {"prompt" if isinstance(subject, str) else "class_id": subject}
-
-
-def _make_file_stems(request: Request, images_per_prompt: int, embeddings_path: Path | None) -> list[str]:
-    images = enumerate(request.images)
-    return [_make_file_stem(image, i // images_per_prompt, embeddings_path) for i, image in images]
-
-
-def _make_file_stem(image_request: ImageRequest, prompt_index: int, embeddings_path: Path | None) -> str:
-    if isinstance(image_request.prompt_or_class_id, str):
-        return f"{make_slug(image_request.prompt_or_class_id)}-seed{image_request.seed}"
-    if isinstance(image_request.prompt_or_class_id, tuple):
-        return f"tokens-{prompt_index}-seed{image_request.seed}"
-    if embeddings_path is None:
-        return f"class-{image_request.prompt_or_class_id}-seed{image_request.seed}"
-    return f"{make_slug(embeddings_path.stem)}-{prompt_index}-seed{image_request.seed}"
+def _make_file_stems(request: Request, options: Mapping[str, Any]) -> list[str]:
+    images_per_prompt = options.get("num_images", 1)
+    option = options[request.images[0].subject.words.parameter]
+    return [
+        f"{image.subject.make_file_stem(i // images_per_prompt, option)}-seed{image.seed}"
+        for i, image in enumerate(request.images)
+    ]
 
 
 def _generate_images(
     engine_options: EngineOptions,
     bundle: Bundle,
     request: Request,
-    output_format: OutputFormat,
+    encode: Callable[[FinishedImage], bytes],
     planned_files: list[tuple[Path, bool]],
     trace_paths: tuple[Path, Path] | None,
     force: bool,
@@ -338,26 +287,29 @@ def _generate_images(
     Returns:
         The last decoding step, which has the codes of all images and the statistics.
     """
-    from ..output.files import write_output
+    from ..output.trace import Trace
+    from ..results import finish_image
 
-    max_prompt_tokens = max(len(real) for image in request.images for real in image.attention_masks)
+    max_prompt_tokens = max(image.prefix.length for image in request.images)
     pipeline = engine_options.load_pipeline(bundle, request.settings, max_prompt_tokens=max_prompt_tokens)
     began = time.perf_counter()
-    if not bundle.manifest.makes_images:
+    if not PNG.supports(bundle.manifest):
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(planned_files))
-    trace = None if trace_paths is None else _TraceWriter(trace_paths, bundle, request)
+    grid = bundle.manifest.size(request.settings.size)
+    trace = Trace(grid.rows, grid.columns)
     with show_progress(announce_tasks=False) as progress:
         for step in pipeline.decode(request):
-            if trace is not None:
-                trace.steps.add_step(step)
+            if trace_paths is not None:
+                trace.add_step(step)
             progress("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(planned_files) == step.total]:
                 path, exists = pending.pop(i)
                 if not exists:  # else the image was generated only for its tokens
-                    write_output(path, output_format.encode_file(request, i, step), force)
-    if trace is not None:
-        trace.write(force)
+                    image = finish_image(bundle, request.settings, request.images[i], step, i)
+                    write_output(path, encode(image), force)
+    if trace_paths is not None:
+        _write_trace(trace, trace_paths, force)
     assert step.stats is not None
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
@@ -368,21 +320,8 @@ def _generate_images(
     return step
 
 
-class _TraceWriter:
-    """Records decoding steps for `paths`, the result of `check_trace_paths`."""
-
-    def __init__(self, paths: tuple[Path, Path], bundle: Bundle, request: Request) -> None:
-        from ..output.trace import Trace
-
-        self.paths = paths
-        grid = bundle.manifest.size(request.settings.size)
-        self.steps = Trace(grid.rows, grid.columns)
-
-    def write(self, force: bool) -> None:
-        from ..output.files import write_output
-        from ..output.images import encode_png
-
-        path, image_path = self.paths
-        write_output(path, self.steps.encode_npz(), force)
-        write_output(image_path, encode_png(self.steps.render_image(), {}), force)
-        print_stderr(f"trace: {path} and {image_path}")
+def _write_trace(trace: Trace, paths: tuple[Path, Path], force: bool) -> None:
+    path, image_path = paths
+    write_output(path, trace.encode_npz(), force)
+    write_output(image_path, PNG.encode_image(trace.render_image()), force)
+    print_stderr(f"trace: {path} and {image_path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,6 +15,7 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
+from ..model_names import find_model_name
 from .options import (
     EngineOptions,
     EnginesOption,
@@ -106,7 +108,12 @@ LogLevelOption = Annotated[
     typer.Option(metavar="info|warning|error", help="Lowest level of the lines in the log.", rich_help_panel=LOG),
 ]
 LogFormatOption = Annotated[
-    str, typer.Option(metavar="json|text", help="Format of the lines in the log.", rich_help_panel=LOG)
+    str | None,
+    typer.Option(
+        metavar="json|text",
+        help="Format of the lines in the log. [default: text on a terminal, else json]",
+        rich_help_panel=LOG,
+    ),
 ]
 
 
@@ -124,7 +131,7 @@ def serve(
     alias: AliasOption = None,
     map_size: MapSizeOption = None,
     log_level: LogLevelOption = "info",
-    log_format: LogFormatOption = "json",
+    log_format: LogFormatOption = None,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -145,11 +152,12 @@ def serve(
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="a number of seconds above 0")
     check_int("port", port, 8000, 0, 65535)
+    log_format = log_format or ("text" if sys.stderr.isatty() else "json")
     check_int("max_n", max_n, 10, 1, 10)
     _check_choice_options(methods or (), log_level, log_format)
     options = EngineOptions(threads, engines, provider)
     _check_limit_options(api_key_file, cors or (), batch, waiting)
-    texts = bundles or ["scenes"]
+    texts = [find_model_name(name) or name for name in bundles or ["scenes"]]
     opened = _open_available_bundles(texts, options)
     aliases = _parse_aliases(alias or (), [*opened])
     missing = [text for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]

@@ -122,8 +122,7 @@ def _compare_with_export(name: str) -> None:
 def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
     """Return the export options with which the checkpoints are read.
 
-    Args:
-        checkpoints: checkpoints in the order of the sources in the manifest, or one folder that has them all.
+    The checkpoints have the order of the sources in the manifest, or are one folder that has them all.
     """
     from ..export.registry import CHECKPOINTS, FAMILIES, load_model_family
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+import numpy as np
+
 from ..bundle.manifest import Manifest
 from ..completion import list_supported_methods
 from ..engines.contracts import Progress
 from ..methods import Quality
 from ..pipeline import Pipeline
 from .prompts import Prompts
-from .statistics import estimate_mean
+from .statistics import estimate_interval, estimate_mean
 from .turns import ComparedMethod, MethodRun, run_methods_in_turns, tokens_per_pass
 
 MIN_TURNS = 3
@@ -32,15 +34,10 @@ def run_bench(
     min_images: int,
     progress: Progress,
 ) -> list[list[MethodRun]]:
-    """Run decoding methods in turns, after a warm-up turn that is discarded.
+    """Run decoding methods in turns, plain decoding first, after a warm-up turn that is discarded.
 
-    Args:
-        methods: methods to compare, plain decoding first.
-        batch_size: number of images per request.
-        min_images: minimum number of images per method; every method runs at least three times.
-
-    Returns:
-        For each method, a list with one run per turn.
+    Each method makes at least `min_images` images, in at least three requests of `batch_size`. Return the runs of each
+    method, one per turn.
     """
     turns = max(MIN_TURNS, -(-min_images // batch_size))
     requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
@@ -57,13 +54,14 @@ def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]
     """Summarize the runs of a method relative to those of plain decoding in the same turns, as a JSON object.
 
     The speed-up is the median of the speed-ups of all turns, because the two runs of a turn share the load of the host.
-    Times and shares refer to whole pipeline calls.
+    Its interval comes from resampled turns. Times and shares refer to whole pipeline calls.
     """
     stats = [run.statistics for run in runs]
     total = sum(run.seconds for run in runs)
     method = runs[0].settings.method
     images_per_second = len(runs[0].codes) / statistics.median(run.seconds for run in runs)
-    speed_ups = [ar.seconds / run.seconds for run, ar in zip(runs, baseline_runs, strict=True)]
+    speed_ups = np.array([ar.seconds / run.seconds for run, ar in zip(runs, baseline_runs, strict=True)])
+    (speed_up,) = estimate_interval(lambda turns: [float(np.median(speed_ups[turns]))], len(runs))
     nats = [score.nats for run in runs for score in run.likelihoods]
     plain_nats = [score.nats for run in baseline_runs for score in run.likelihoods]
     ratio, error = estimate_paired_ratio(nats, plain_nats)
@@ -79,8 +77,9 @@ def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]
         "exact": method.exact,
         "images_per_second": images_per_second,
         "tokens_per_second": images_per_second * len(runs[0].codes[0]),
-        "speed_up": statistics.median(speed_ups),
-        "speed_ups": speed_ups,
+        "speed_up": speed_up["value"],
+        "speed_up_interval": {"low": speed_up["low"], "high": speed_up["high"]},
+        "speed_ups": speed_ups.tolist(),
         "tokens_per_forward_pass": statistics.mean(entry.tokens_per_forward_pass for entry in stats),
         "tokens_per_forward_pass_interval": {"low": passes["low"], "high": passes["high"]},
         "drafter_passes_per_target_pass": sum(s.drafter_passes for s in stats) / sum(s.target_passes for s in stats),
@@ -93,18 +92,17 @@ def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]
 
 
 def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
-    best = max((row for row in report_rows if row["exact"]), key=lambda row: row["speed_up"])
+    best, *others = sorted((row for row in report_rows if row["exact"]), key=lambda row: -row["speed_up"])
     label = best["method"]
+    reached = [row["method"] for row in others if row["speed_up_interval"]["high"] >= best["speed_up_interval"]["low"]]
+    if reached:
+        return f"no exact method is certainly the fastest: {', '.join([label, *reached])}; a larger --count tells more"
     option = "quality" if label in get_args(Quality) else "method"
     return f"fastest exact method: {label} ({best['speed_up']:.2f}); select it with --{option} {label}"
 
 
 def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
-    """Estimate the ratio between the scores of a method and of plain decoding, on the same two or more images.
-
-    Returns:
-        The ratio of the sums, and its standard error.
-    """
+    """Return the ratio of the summed scores of a method and of plain decoding on the same images, and its error."""
     ratio = sum(scores) / sum(baseline_scores)
     spread = statistics.stdev(
         score - ratio * reference for score, reference in zip(scores, baseline_scores, strict=True)

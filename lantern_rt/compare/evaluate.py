@@ -10,7 +10,7 @@ forward passes is measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,15 +54,10 @@ def evaluate_methods(
     agreement_model: PromptAgreementModel | None = None,
     real_features: Floats | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
-    """Generate images with all methods and compare them with plain decoding.
+    """Generate images with all methods, plain decoding first, and compare them with plain decoding.
 
-    Args:
-        prompts: image n of every method has seed n.
-        num_seeds: number of images per prompt.
-        methods: the methods, plain decoding first.
-        feature_model: None: the report has no Frechet distances.
-        agreement_model: None: the report has no agreement.
-        real_features: features `[n, width]` of real images; None: plain decoding generates the reference set.
+    Image n of every method has seed n. Without a `feature_model`, the report has no Frechet distances, and without an
+    `agreement_model` no agreement. Without `real_features [n, width]`, plain decoding generates the reference set.
 
     Returns:
         The report as a JSON object, and lists of images by method label: of plain decoding, of every method with other
@@ -73,12 +68,11 @@ def evaluate_methods(
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
-    _run_models_once(
-        feature_model,
-        agreement_model,
-        make_blank_image(manifest.image_width, manifest.image_height),
-        max(labels, key=len),
-    )
+    blank = make_blank_image(manifest.image_width, manifest.image_height)
+    if feature_model is not None:  # a graph that cannot run raises an error now
+        feature_model([blank])
+    if agreement_model is not None:
+        agreement_model([blank], [max(labels, key=len)])
     requests = list(prompts.requests(BATCH_SIZE, num_seeds, 0))
     turns = list(
         run_methods_in_turns(pipeline, methods, requests, with_likelihoods=False, progress=progress, total_images=count)
@@ -89,10 +83,12 @@ def evaluate_methods(
     images = {label: [image for run in method_runs for image in run.images] for label, method_runs in pictured.items()}
     metrics = _estimate_metrics(list(compared_runs.values()), num_seeds)
     if agreement_model is not None:
-        metrics["agreement"] = _estimate_agreement(agreement_model, labels, num_seeds, images, progress)
+        prompt_of_image = [label for label in labels for _ in range(num_seeds)]
+        scores = _map_images(images, "prompt agreement", lambda sets: agreement_model(sets, prompt_of_image), progress)
+        metrics["agreement"] = estimate_mean(scores, num_seeds)
     num_features = None
     if feature_model is not None:
-        sets = _compute_features(feature_model, images, progress)
+        sets = _map_images(images, "features", feature_model, progress)
         num_features = sets[0].shape[1]
         if real_features is None:
             images[REFERENCE] = _generate_reference_images(pipeline, methods[0], prompts, num_seeds, progress)
@@ -111,24 +107,14 @@ def evaluate_methods(
     }, images
 
 
-def _run_models_once(
-    feature_model: ImageFeatureModel | None, agreement_model: PromptAgreementModel | None, image: Image, prompt: str
-) -> None:
-    """Run both graphs on one image, so that a graph that cannot run raises an error at the start."""
-    if feature_model is not None:
-        feature_model([image])
-    if agreement_model is not None:
-        agreement_model([image], [prompt])
-
-
-def _compute_features(
-    feature_model: ImageFeatureModel, images: Mapping[str, list[Image]], progress: Progress
+def _map_images(
+    images: Mapping[str, list[Image]], task: str, model: Callable[[list[Image]], Floats], progress: Progress
 ) -> list[Floats]:
-    sets: list[Floats] = []
+    results: list[Floats] = []
     for method_images in images.values():
-        progress("features", len(sets), len(images))
-        sets.append(feature_model(method_images))
-    return sets
+        progress(task, len(results), len(images))
+        results.append(model(method_images))
+    return results
 
 
 def _score_differing_runs(
@@ -156,12 +142,9 @@ def _make_method_reports(
     metrics: Mapping[str, MethodEstimates],
     num_seeds: int,
 ) -> list[dict[str, Any]]:
-    """Return the report of each method.
+    """Return the report of each method, plain decoding first.
 
-    Args:
-        runs_by_method: runs by label, plain decoding first.
-        compared_runs: result of `_score_differing_runs`.
-        metrics: for each metric, the estimates of all methods in `compared_runs`.
+    `metrics` are the estimates of all methods in `compared_runs`, the result of `_score_differing_runs`.
     """
     plain, *_ = runs_by_method
     passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs_by_method.values()], num_seeds)
@@ -209,21 +192,6 @@ def _stack_codes(runs: Sequence[MethodRun]) -> Ints:
     return np.array([codes for run in runs for codes in run.codes])  # [images, cells]
 
 
-def _estimate_agreement(
-    agreement_model: PromptAgreementModel,
-    prompt_labels: Sequence[str],
-    num_seeds: int,
-    images: Mapping[str, Sequence[Image]],
-    progress: Progress,
-) -> MethodEstimates:
-    prompts = [label for label in prompt_labels for _ in range(num_seeds)]
-    values: list[Floats] = []
-    for method_images in images.values():
-        progress("prompt agreement", len(values), len(images))
-        values.append(agreement_model(method_images, prompts))
-    return estimate_mean(values, num_seeds)
-
-
 def _estimate_metrics(runs_by_method: Sequence[Sequence[MethodRun]], num_seeds: int) -> dict[str, MethodEstimates]:
     """Return the estimates of all methods for each metric that needs no graph, by name of the metric."""
     scores = [[score for run in runs for score in run.likelihoods] for runs in runs_by_method]
@@ -247,13 +215,10 @@ def estimate_frechet_distances(
     progress: Progress,
     paired_reference: bool = True,
 ) -> MethodEstimates:
-    """Estimate the Frechet distance of every method's images to a reference.
+    """Estimate the Frechet distance of every method's images to a reference, by their features.
 
-    Args:
-        feature_sets: features `[prompts x num_seeds, width]` of every method.
-        reference_features: features `[n, width]` of the reference images.
-        paired_reference: whether the reference has the same prompts and number of seeds as the methods. The reference
-            is then resampled together with the methods.
+    Features are `[prompts x num_seeds, width]` for every method. A `paired_reference`, which has the same prompts and
+    number of seeds, is resampled together with the methods.
     """
     by_prompt = np.arange(len(feature_sets[0])).reshape(-1, num_seeds)
     whole = fit_gaussian(reference_features)

@@ -42,11 +42,8 @@ Side = Annotated[int, Field(ge=8, le=4096)]
 class Preprocessing(BaseModel):
     """Settings for preparing images for a graph, from the `preprocessor_config.json` in the graph's folder.
 
-    Unknown fields are ignored.
-
-    Args:
-        size: height and width to which images are resized (bicubic, without cropping). None: images keep their size.
-        do_normalize: whether each RGB value in 0 .. 1 is replaced by (value - mean) / std of its channel.
+    Unknown fields are ignored. Images are resized to a height and width of `size`, without cropping. With
+    `do_normalize`, each RGB value in 0 .. 1 is replaced by (value - mean) / std of its channel.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -86,11 +83,7 @@ def _disable_thread_spinning(session_options: Any) -> None:
 
 
 class OnnxImageModel(ABC):
-    """ONNX graph that evaluates images. One input of the graph has the images, float32 `[n, 3, height, width]`.
-
-    Args:
-        option_name: command-line option that names the graph file, `features` or `agreement`, for error messages.
-    """
+    """ONNX graph that evaluates images; one of its inputs has the images, float32 `[n, 3, height, width]`."""
 
     def __init__(self, path: Path, option_name: str, preprocessing: Preprocessing, threads: int | None = None) -> None:
         self.path = path
@@ -133,11 +126,9 @@ class OnnxImageModel(ABC):
     def _run_batches(
         self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output_name: str | None = None
     ) -> Floats:
-        """Run the graph on images of one size in batches, and return one row of an output per image.
+        """Run the graph on images of one size in batches, and return one row of an output (None: the first) per image.
 
-        Args:
-            extra_inputs: values `[images, length]` of the other inputs by name, such as token ids.
-            output_name: None: the first output.
+        `extra_inputs` are the other inputs by name, `[images, length]`, such as token ids.
         """
         parts = []
         for start in range(0, len(images), BATCH):
@@ -203,11 +194,7 @@ class ImageFeatureModel(OnnxImageModel):
 def compute_folder_features(
     feature_model: ImageFeatureModel, folder: Path, image_size: tuple[int, int], progress: Progress
 ) -> Floats:
-    """Compute the features of all images in a folder, float64 `[images, features]`.
-
-    Args:
-        image_size: width and height in pixels to which images are cropped and resized.
-    """
+    """Compute the features of all images in a folder, which are cropped and resized, float64 `[images, features]`."""
     suffixes = (".png", ".jpg", ".jpeg", ".webp")
     files = sorted(path for path in folder.glob("[!.]*") if path.suffix.lower() in suffixes)  # no hidden files
     if len(files) < 2:

@@ -18,10 +18,8 @@ LAMBDAS = (1.5, 2, 3)
 class QualityLimit(NamedTuple):
     """Maximum deviation from plain decoding that a quality allows. The 95 % interval must lie within the limit.
 
-    Args:
-        max_excess_nll: maximum absolute change of the excess negative log-likelihood, in nats per token. Tokens that
-            are too likely are a deviation, too.
-        max_agreement_loss: maximum loss of prompt agreement, as a fraction in 0 .. 1.
+    The change of the excess negative log-likelihood is in nats per token. Tokens that are too likely are a deviation,
+    too. The loss of prompt agreement is a fraction in 0 .. 1.
     """
 
     max_excess_nll: float
@@ -39,13 +37,10 @@ def list_candidate_methods(manifest: Manifest) -> list[str]:
 
 
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
-    """Choose a method for each quality: the fastest method within the quality's limit.
+    """Choose a method for each quality, by the report of an evaluation: the fastest method within the quality's limit.
 
     For `strict`, this is the fastest exact method except `ar`. Methods are compared by seconds, because the time of a
     forward pass differs between methods. A quality is left out if no method is within its limit.
-
-    Args:
-        report: report of `evaluate_methods` with the bundle's default sampling.
     """
     exact = [entry for entry in report["methods"] if entry["exact"] and entry["method"] not in ("ar", "strict")]
     relaxed = [entry for entry in report["methods"] if not entry["exact"] and entry["method"] not in LIMITS]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..bundle.files import Bundle
 from ..errors import RequestError
 from ..inputs import check_int, convert_read_errors, read_regular_file, split_lines
-from ..prompts import build_prompt_requests, load_bundle_tokenizer
-from ..requests import check_request
-from ..text.embeddings import read_embeddings
+from ..subjects.base import RequestContext, Subject
+from ..subjects.embeddings import Embedding, read_embeddings
+from ..subjects.table import find_subject_kind
+from ..subjects.text import Text
+from ..text.tokenizers import load_bundle_tokenizer
 
 MAX_PROMPTS = 100_000
 CLASSES = 64  # Default number of class ids.
@@ -26,18 +26,16 @@ class Prompts:
     """Prompts, class ids or text embeddings to generate images from.
 
     Args:
-        input_kind: parameter of a pipeline call that takes the items: `prompts`, `class_ids` or `embeddings`.
+        kind: kind of the items.
         items: texts, class ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`.
     """
 
-    input_kind: str
+    kind: type[Subject]
     items: Sequence[Any]
 
     @property
     def labels(self) -> list[str]:
-        if self.input_kind == "embeddings":
-            return [f"embedding {i}" for i in range(len(self.items))]
-        return [item if isinstance(item, str) else f"class {item}" for item in self.items]
+        return [self.kind.title.format(item=item, index=i) for i, item in enumerate(self.items)]
 
     def request(self, batch_index: int, batch_size: int, first_seed: int = 10_000) -> dict[str, Any]:
         """Return the keyword arguments of the pipeline call that generates batch `batch_index`.
@@ -53,10 +51,9 @@ class Prompts:
             yield self._make_call_arguments(range(start, min(start + batch_size, count)), num_seeds, first_seed)
 
     def _make_call_arguments(self, image_indices: range, num_seeds: int, first_seed: int) -> dict[str, Any]:
-        chosen: Any = [self.items[number // num_seeds % len(self.items)] for number in image_indices]
-        if self.input_kind == "embeddings":
-            chosen = tuple(map(np.stack, zip(*chosen, strict=True)))  # [images, tokens, dim], [images, tokens]
-        return {self.input_kind: chosen, "seed": [first_seed + number for number in image_indices]}
+        items = [self.items[number // num_seeds % len(self.items)] for number in image_indices]
+        seeds = [first_seed + number for number in image_indices]
+        return {self.kind.words.parameter: self.kind.join(items), "seed": seeds}
 
 
 def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:
@@ -71,35 +68,31 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
             an invalid prompt, the error's field is `file:line`.
     """
     manifest = bundle.manifest
-    kind = manifest.condition.kind
-    limit = check_int("count", count, CLASSES if kind == "class" else MAX_PROMPTS, 1, MAX_PROMPTS)
-    if kind == "class":
+    condition = manifest.condition
+    kind = find_subject_kind(condition.kind)
+    limit = check_int("count", count, CLASSES if condition.classes else MAX_PROMPTS, 1, MAX_PROMPTS)
+    if condition.classes:
         if path is not None:
-            raise RequestError(f"bundle {manifest.name} takes class ids", field="prompts", remedy="omit --prompts")
-        classes = manifest.condition.classes or 1
-        number = min(limit, classes)
-        return Prompts("class_ids", [i * classes // number for i in range(number)])
+            problem = f"bundle {manifest.name} takes {kind.description}"
+            raise RequestError(problem, field="prompts", remedy="omit --prompts")
+        number = min(limit, condition.classes)
+        return Prompts(kind, [i * condition.classes // number for i in range(number)])
     if path is None and "prompts" in manifest.files:
         path = bundle.path("prompts")
     if path is None:
         remedy = "give --prompts FILE"
-        if kind == "embeddings":
+        if kind is Embedding:
             remedy += " with an .npz of text embeddings, or export it with --text-encoder"
         raise RequestError(f"bundle {manifest.name} contains no prompts", field="prompts", remedy=remedy)
-    if kind == "embeddings":
-        rows, masks = read_embeddings(path)
-        check_request(manifest, None, embeddings=(rows, masks))
-        return Prompts("embeddings", list(zip(rows, masks, strict=True))[:limit])
-    prompts = read_prompts(path)[:limit]
-    tokenizer = load_bundle_tokenizer(bundle)
-    assert tokenizer is not None
-    for line, prompt in prompts:
+    prompts = _FILE_READERS[kind](path)[:limit]
+    context = RequestContext(condition, load_bundle_tokenizer(bundle), manifest.size(), uses_guidance=False)
+    for place, item in prompts:
         try:
-            build_prompt_requests(manifest.condition, tokenizer, manifest.size(), [prompt])
+            kind.read(kind.join([item]), context)
         except RequestError as error:
-            error.field = f"{path}:{line}"
+            error.field = place
             raise
-    return Prompts("prompts", [prompt for _, prompt in prompts])
+    return Prompts(kind, [item for _, item in prompts])
 
 
 def read_prompts(path: Path) -> list[tuple[int, str]]:
@@ -112,3 +105,10 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
     if not prompts:
         raise RequestError(field=f"prompts {path}", found="no prompt", expected="one per line")
     return prompts
+
+
+# How the items of a file are read, each with its place for errors.
+_FILE_READERS: dict[type[Subject], Callable[[Path], list[tuple[str, Any]]]] = {
+    Text: lambda path: [(f"{path}:{line}", prompt) for line, prompt in read_prompts(path)],
+    Embedding: lambda path: [(str(path), item) for item in zip(*read_embeddings(path), strict=True)],
+}

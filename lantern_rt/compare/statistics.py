@@ -21,8 +21,7 @@ RESAMPLES = 1000
 def fit_gaussian(features: Floats) -> Gaussian:
     """Fit a Gaussian to feature vectors `[n, width]`, n >= 2.
 
-    Returns:
-        The mean `[width]`, and a matrix X `[min(n, width), width]` whose X' X is the covariance.
+    Returns the mean `[width]`, and a matrix X `[min(n, width), width]` whose X' X is the covariance.
     """
     centred = (features - features.mean(0)) / np.sqrt(len(features) - 1)
     root = np.linalg.qr(centred, mode="r") if len(centred) > centred.shape[1] else centred
@@ -47,15 +46,11 @@ def compute_frechet_distance(first: Gaussian, second: Gaussian) -> float:
 def estimate_interval(
     statistic: Statistic, num_prompts: int, num_resamples: int = RESAMPLES, correct_bias: bool = False
 ) -> MethodEstimates:
-    """Estimate a metric of every method, with 95 % bootstrap intervals over prompts.
+    """Estimate a metric of every method, `ar` first, with 95 % bootstrap intervals over two or more prompts.
 
-    All methods use the same resampled prompts, so their differences are paired.
-
-    Args:
-        statistic: returns the metric of every method, `ar` first, on the prompts of some indices.
-        num_prompts: number of prompts, at least 2.
-        correct_bias: whether to shift the resampled values so that their mean is the estimate, and clip them at 0.
-            Frechet distances need it, because repeated images in a resample increase them.
+    All methods use the same resampled prompts, so their differences are paired. With `correct_bias`, the resampled
+    values are shifted so that their mean is the estimate, and clipped at 0: repeated images in a resample increase
+    Frechet distances.
 
     Returns:
         For every method, estimate `value` and bounds `low` and `high`, also of `difference_to_ar`.

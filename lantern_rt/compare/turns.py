@@ -29,12 +29,7 @@ PLAIN = "ar"
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """Decoding method to compare.
-
-    Args:
-        label: method string, or name of a quality, for reports.
-        options: options of a pipeline call that select the method and its sampling settings.
-    """
+    """Decoding method to compare: its label in reports, and the options of a pipeline call that select it."""
 
     label: str
     options: Mapping[str, Any]
@@ -43,12 +38,9 @@ class ComparedMethod:
 def parse_methods(
     labels: Sequence[str], sampling_options: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
 ) -> list[ComparedMethod]:
-    """Return the methods to compare: `ar` first, then `labels` and `qualities`.
+    """Return the methods to compare, which a bundle must support: `ar` first, then method strings and qualities.
 
-    Args:
-        labels: method strings such as `lantern++:lambda=3:tree=chain-4`.
-        sampling_options: sampling settings of every method: guidance, temperature and filters.
-        bundle: bundle that must support the methods.
+    `sampling_options` are those of every method: guidance, temperature and filters.
     """
     names = [*(label.strip() for label in labels), *qualities]
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -69,9 +61,8 @@ class MethodRun:
     """Result of one pipeline call with one method.
 
     Args:
-        settings: complete settings of the call, including defaults.
         codes: codes of each image, `[cells]`.
-        images: empty if codes were not decoded or the bundle has no image decoder.
+        images: empty if the bundle has no image decoder.
         seconds: duration of the call, including the decoding of images.
         likelihoods: likelihood of each image's codes; empty before `add_likelihoods`.
     """
@@ -96,14 +87,11 @@ def tokens_per_pass(runs: Sequence[MethodRun]) -> list[float]:
     return [length / image.target_passes for run in runs for image in run.statistics.per_image]
 
 
-def run_method(
-    pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True
-) -> MethodRun:
+def run_method(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any]) -> MethodRun:
     """Run one method on the prompts and seeds of a request, and measure the time of the pipeline call."""
     began = time.perf_counter()
     (step,) = deque(pipeline.stream(**request, **method.options), maxlen=1)
-    make_images = make_images and pipeline.bundle.manifest.makes_images
-    images = [step.image(i) for i in range(len(step.codes))] if make_images else []
+    images = [step.image(i) for i in range(len(step.codes))] if pipeline.bundle.manifest.makes_images else []
     seconds = time.perf_counter() - began
     assert step.stats is not None
     return MethodRun(method, step.settings, step.codes, images, step.stats, seconds)
@@ -119,20 +107,11 @@ def run_methods_in_turns(
     pipeline: Pipeline,
     methods: Sequence[ComparedMethod],
     requests: Iterable[Mapping[str, Any]],
-    make_images: bool = True,
     with_likelihoods: bool = True,
     progress: Progress = lambda description, done, total_images: None,
     total_images: int = 0,
 ) -> Iterator[list[MethodRun]]:
-    """Run all methods on each request in turn.
-
-    Args:
-        requests: keyword arguments of pipeline calls.
-        total_images: number of images per method, for `progress`.
-
-    Yields:
-        For each request, a list with one run per method, in the order of `methods`.
-    """
+    """Run all methods on each request, and yield one run per method. `total_images`, of a method, is for `progress`."""
     count = len(methods)
     num_images = 0
     progress("images", num_images, count * total_images)
@@ -140,7 +119,7 @@ def run_methods_in_turns(
         run_of_method: dict[int, MethodRun] = {}
         for i in range(count):
             index = (turn + i) % count
-            run_of_method[index] = run_method(pipeline, methods[index], request, make_images)
+            run_of_method[index] = run_method(pipeline, methods[index], request)
             num_images += len(run_of_method[index].codes)
             progress("images", num_images, count * total_images)
         runs = [run_of_method[index] for index in range(count)]

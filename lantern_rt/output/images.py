@@ -1,9 +1,8 @@
-"""Images: conversion from decoder output, enlarging, and PNG files with text chunks."""
+"""Images: conversion from decoder output, enlarging, and the text chunks of PNG files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ class ImageWithRecipe(Image.Image):
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """Save the image like Pillow, with the recipe in a PNG file. With `pnginfo=None` the recipe is not written."""
-        super().save(fp, format, **{"pnginfo": _make_text_chunks(self.info), **params})
+        super().save(fp, format, **{"pnginfo": make_text_chunks(self.info), **params})
 
 
 def attach_recipe(image: Image.Image, recipe_texts: Mapping[Any, str]) -> ImageWithRecipe:
@@ -61,25 +60,10 @@ def enlarge(image: Image.Image, scale: int) -> Image.Image:
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
 
 
-def encode_png(image: Image.Image, recipe_texts: Mapping[Any, Any]) -> bytes:
-    """Encode an image as a PNG file with a text chunk per string in `recipe_texts`. Equal inputs give equal bytes."""
-    buffer = BytesIO()
-    image.save(buffer, "PNG", pnginfo=_make_text_chunks(recipe_texts))
-    return buffer.getvalue()
-
-
-def _make_text_chunks(recipe_texts: Mapping[Any, Any]) -> PngInfo:
+def make_text_chunks(recipe_texts: Mapping[Any, Any]) -> PngInfo:
+    """Return a text chunk of a PNG file for each string in `recipe_texts`."""
     info = PngInfo()
     for key, text in recipe_texts.items():
         if isinstance(key, str) and isinstance(text, str):
             info.add_text(key, text)  # Pillow writes iTXt if Latin-1 does not suffice.
     return info
-
-
-def encode_image(image: Image.Image, file_format: str, compression: int | None) -> bytes:
-    """Encode an image as png (with the recipe in its `info`), jpeg or webp, of quality 0 .. 100; None: 90."""
-    if file_format == "png":
-        return encode_png(image, image.info)
-    buffer = BytesIO()
-    image.save(buffer, file_format.upper(), quality=90 if compression is None else compression)
-    return buffer.getvalue()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import OutputError
 from .files import check_output_path, check_parent_writable, convert_output_errors
+from .formats import PNG, OutputFormat, find_format
 
 SLUG_LIMIT = 60  # Maximum number of characters.
 
@@ -27,29 +28,26 @@ def choose_output_paths(
     file_stems: Sequence[str],
     force: bool,
     holds_image: Callable[[int, Path], bool] = lambda i, path: False,
-    suffix: str = ".png",
+    formats: Sequence[OutputFormat] = (PNG,),
 ) -> list[tuple[Path, bool]]:
     """Choose the output file of each image, and check that the file can be written.
 
     Args:
-        output: folder or, for a single image, file with the suffix. A new folder must be inside an existing one.
-            None: the current folder.
+        output: folder or, for a single image, file with an ending of `formats`. A new folder must be inside an existing
+            one. None: the current folder.
         file_stems: file name of each image, without suffix. If another file has the name, -2, -3, ... is appended.
         force: whether existing files may be replaced.
         holds_image: whether an existing file holds the image of an index.
+        formats: formats of which `output` may select one; files in a folder have the first.
 
     Returns:
         For each image, the path of the file, and whether the file exists and already holds the image.
     """
     folder = Path(output or ".")
     with convert_output_errors(folder):
-        if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
-            if folder.suffix.lower() == suffix:
-                return [_choose_single_path(folder, file_stems, force, holds_image)]
-            if folder.suffix:
-                raise OutputError(
-                    field=output, found=f"the ending {folder.suffix}", expected=f"a {suffix} file or a folder"
-                )
+        if output is not None and not folder.is_dir() and folder.suffix and not output.endswith(("/", os.sep)):
+            find_format(folder, formats)
+            return [_choose_single_path(folder, file_stems, force, holds_image)]
         new = not os.path.lexists(folder)
         if new:
             check_parent_writable(folder)
@@ -57,7 +55,7 @@ def choose_output_paths(
         used: set[Path] = set()
         for i, stem in enumerate(file_stems):
             for number in count(1):
-                path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"
+                path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{formats[0].suffixes[0]}"
                 if path in used:
                     continue
                 exists = os.path.lexists(path) and not force

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any, Protocol, TextIO, cast
 
 from ..errors import escape_unprintable
@@ -45,7 +46,10 @@ def show_progress_bars() -> Iterator[ProgressCallback]:
 
     words = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn())
     numbers = (rich.TextColumn("{task.fields[amount]}", markup=False), rich.TimeRemainingColumn(compact=True))
-    with rich.Progress(*words, *numbers, console=Console(file=cast(TextIO, _OptionalOutput(sys.stderr)))) as bars:
+    # In a notebook, rich needs ipywidgets; without them it would warn in the cell.
+    in_notebook = None if find_spec("ipywidgets") else False
+    console = Console(file=cast(TextIO, _OptionalOutput(sys.stderr)), force_jupyter=in_notebook)
+    with rich.Progress(*words, *numbers, console=console) as bars:
         tasks: dict[str, rich.TaskID] = {}
 
         def progress(task: str, done: int = 0, total: int = 0) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from io import SEEK_CUR, BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
 from PIL.PngImagePlugin import PngImageFile
-from pydantic import Field, Json, ValidationError, model_validator
+from pydantic import Field, Json, ValidationError, create_model, model_validator
 
 from ..errors import RequestError
 from ..inputs import (
@@ -22,6 +22,7 @@ from ..inputs import (
     reraise_error_of_signal_handler,
 )
 from ..methods import FrozenModel, MethodName
+from ..subjects.table import WORDS
 
 TEXTS_LIMIT = 1 << 18  # Maximum size of all relevant text chunks in bytes.
 CHUNKS_LIMIT = 1 << 17  # Maximum number of chunks; most of them contain pixels.
@@ -29,25 +30,24 @@ TEXT_LIMIT = 1 << 16  # Maximum number of characters of a decompressed text, mor
 PIXELS_LIMIT = 1 << 28  # For example 1,024 x 1,024, enlarged 16 times.
 REMEDY = "give a PNG that `lantern-rt run` wrote"
 
+if TYPE_CHECKING:
+    _InputChunks = FrozenModel
+else:
+    _InputChunks = create_model(
+        "_InputChunks",
+        __base__=FrozenModel,
+        **{words.chunk: (words.chunk_type | None, None) for words in WORDS.values() if words.chunk},
+    )
 
-class Recipe(FrozenModel, strict=True):
+
+class Recipe(_InputChunks, strict=True):
     """Record of how an image was generated, with one field per text chunk of the PNG file.
 
     Args:
-        class_id: class id, if the image was generated from a class.
-        token_ids: token ids of the prompt, if the image was generated from token ids.
-        embedding: hash of the text embeddings, if the image was generated from embeddings.
-        edit: hash of the source image and its mask, if the image was edited.
         noise: version of the noise function.
         settings: settings in the form of `GenerationSettings.as_dict`, which no bundle has checked.
     """
 
-    prompt: str | None = None
-    negative_prompt: str | None = None
-    class_id: int | None = None
-    token_ids: Annotated[str | None, Field(pattern=r"^[0-9]{1,10}( [0-9]{1,10})*$")] = None
-    embedding: str | None = None
-    edit: str | None = None
     seed: int
     method: MethodName
     noise: Literal["philox4x64-gumbel-1"]
@@ -63,6 +63,15 @@ class Recipe(FrozenModel, strict=True):
                 f"settings.method: found {format_value(method)}, expected {self.method}, as in text chunk method"
             )
         return self
+
+    def restore_inputs(self) -> dict[str, Any]:
+        """Return the parameters of a pipeline call that the recipe records, besides the settings and the seed.
+
+        Raises:
+            RequestError: the recipe records only a hash of a parameter.
+        """
+        recorded = [(words, getattr(self, words.chunk)) for words in WORDS.values() if words.chunk]
+        return {words.parameter: words.restore(value) for words, value in recorded if value is not None}
 
 
 def read_recipe(path: Path) -> Recipe:

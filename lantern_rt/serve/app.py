@@ -62,9 +62,6 @@ def make_app(
         lifespan: context manager that creates the backends at the start and closes them at the end.
         allowed_origins: sites whose pages may send requests (CORS), such as `https://ui.example`.
         allowed_hosts: names of the server that the header `Host` may have, beside IP addresses; empty: all names.
-
-    Raises:
-        RequestError: an origin is invalid.
     """
     allowed_origins = [normalize_origin(origin) for origin in allowed_origins]
     info = _InfoEndpoints(state)
@@ -75,6 +72,7 @@ def make_app(
         Route("/livez", info.get_liveness),
         Route("/readyz", info.get_readiness),
         Route("/health", info.get_readiness),
+        Route("/healthz", info.get_readiness),
         Route("/metrics", info.get_metrics),
         Route("/openapi.json", info.get_openapi_document),
         Route("/docs", info.get_api_docs_page),

@@ -15,12 +15,11 @@ from ..asynchronous import AsyncPipeline
 from ..bundle.manifest import Size
 from ..errors import LanternError
 from ..methods import METHODS, MethodConfig
-from ..prompts import load_bundle_tokenizer
 from ..requests import resolve_settings
 from ..results import StreamStep
 from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
-from ..text.words import WordTokenizer
+from ..text.tokenizers import load_bundle_tokenizer
 from .protocol import Completion, Event, GenerationRequest, GenerationStats
 
 ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to clients
@@ -99,7 +98,7 @@ class LocalBackend:
             "qualities": [name for name in manifest.presets if self._find_accepted_method(quality=name)],
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.example_prompts[:8],
-            "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
+            "words": tokenizer.words if tokenizer else (),
             "edits": manifest.can_edit_images,
             "sources": manifest.source is not None,
             "images": manifest.makes_images,
@@ -136,11 +135,11 @@ class LocalBackend:
             yield ADMITTED
             prepared = queued.prepared_request
             images = prepared.images
-            size = prepared.settings.image_size(self.manifest)
-            edit = images[0].edit
+            size = prepared.settings.image_size
+            codes = images[0].preserved_codes
             preserved = np.zeros(prepared.plan.layout.num_codes, np.bool_)  # cells that an edit preserves
-            if edit is not None and edit.preserved_codes is not None:
-                preserved = edit.preserved_codes >= 0
+            if codes is not None:
+                preserved = codes >= 0
             async for _, step in updates:
                 assert step is not None
                 last = step
@@ -175,7 +174,7 @@ class LocalBackend:
                 queue_seconds=queued.queue_seconds or 0.0,
                 picture_seconds=image_seconds + now - before,
             )
-            prompt_tokens = sum(int(image.attention_masks[0].sum()) for image in images)
+            prompt_tokens = sum(int(image.prefix.cond.is_real_token.sum()) for image in images)
             yield Completion(files, last.codes, size, prompt_tokens, new_tokens, generation_stats, num_preserved)
 
 

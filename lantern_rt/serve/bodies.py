@@ -9,7 +9,8 @@ from typing import Protocol
 
 from starlette.datastructures import Headers
 
-from .codes import NPZ, CodesFileRequest, CodesRequest
+from ..output.formats import CODES
+from .codes import CodesFileRequest, CodesRequest
 from .forms import FORM, FormBodyParser
 from .protocol import EditRequest, HttpError, ImagesRequest, ParsedBody, VariationRequest, parse_json_body
 from .sglang import parse_sglang_body
@@ -94,7 +95,7 @@ def _parse_codes_body(body: bytes, headers: Headers, server_limits: ServerLimits
         expected = f"at most {server_limits.max_body_bytes:,} bytes beside the image"
         raise HttpError(413, field="body", found=f"{size:,} bytes", expected=expected)
     accept = ",".join(headers.getlist("accept")).lower()
-    file_weight = _find_weight(accept, NPZ)
+    file_weight = _find_weight(accept, CODES.media_type)
     wants_file = file_weight > 0 and file_weight >= _find_weight(accept, JsonBodyFormat.media_type)
     return parse_json_body(CodesFileRequest if wants_file else CodesRequest, body)
 

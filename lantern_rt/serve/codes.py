@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, WithJsonSchema
 from starlette.responses import Response
 
-from ..results import encode_codes_npz, split_codes_by_grid
+from ..output.formats import CODES
+from ..results import finish_image, split_codes_by_grid
 from .protocol import GenerationRequest, HttpError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ..results import Ints, StreamStep
     from .protocol import Completion
 
-NPZ = "application/x-npz"
 _DATA_URL = re.compile("data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 _BASE64 = WithJsonSchema({"type": "string", "format": "base64"})
 
@@ -48,9 +48,6 @@ class CodesRequest(GenerationRequest):
 
     EVENT_PREFIX: ClassVar[str] = "image_codes"
 
-    def make_pipeline_options(self) -> dict[str, Any]:
-        return super().make_pipeline_options() | ({} if self.image is None else {"image": self.image})
-
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
         if self.image is not None and bundle.manifest.source is None:
             problem = f"model {bundle.manifest.name} takes no source image"
@@ -75,12 +72,8 @@ class CodesFileRequest(CodesRequest):
     async def encode_file(
         self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
     ) -> bytes:
-        return encode_codes_npz(
-            prepared_request.bundle,
-            prepared_request.settings,
-            prepared_request.images[image_index],
-            step.codes[image_index],
-        )
+        image = prepared_request.images[image_index]
+        return CODES.encode(finish_image(prepared_request.bundle, prepared_request.settings, image, step, image_index))
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        return Response(completions[0].encoded_files[0], media_type=NPZ)
+        return Response(completions[0].encoded_files[0], media_type=CODES.media_type)

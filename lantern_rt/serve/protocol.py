@@ -15,10 +15,11 @@ from starlette.responses import JSONResponse, Response
 
 from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import PARAMETER_NAMES, describe_validation_error
+from ..inputs import describe_validation_error
 from ..methods import METHODS_BY_PARAMETER, SAMPLING, Quality
-from ..output.images import encode_image
+from ..output.formats import IMAGE_FORMATS, ImageFormat
 from ..requests import choose_random_seed
+from ..subjects.table import PARAMETER_NAMES, WORDS, list_subjects
 from ..text.words import ANY_WORDS
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ..results import Ints, StreamStep
 
 MAX_PARTIAL_IMAGES = 64
-MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 # Presets for the values of OpenAI's field `quality`.
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
 
@@ -36,6 +36,7 @@ Event = dict[str, Any]  # one event of a stream; `type` names its kind
 
 if TYPE_CHECKING:
     SamplingFields = BaseModel
+    InputFields = BaseModel
 else:
     SamplingFields = create_model(
         "SamplingFields",
@@ -44,14 +45,18 @@ else:
             for name, field in SAMPLING.items()
         },
     )
+    InputFields = create_model(
+        "InputFields",
+        __base__=SamplingFields,
+        **{words.field: (words.json_type | None, None) for words in WORDS.values() if words.json_type},
+    )
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(InputFields):
     """Request with the fields that all endpoints share. Subclasses add fields and convert images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    prompt: str | None = None
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=10)] | None = None
     size: str | None = None
@@ -59,9 +64,7 @@ class GenerationRequest(SamplingFields):
     quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
     user: str | None = None
     # Fields that lantern-rt adds.
-    negative_prompt: str | None = None
     seed: int | None = None
-    class_id: int | None = None
     method: str | None = None
     quality_budget: Quality | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
@@ -81,10 +84,12 @@ class GenerationRequest(SamplingFields):
 
     def make_pipeline_options(self) -> dict[str, Any]:
         """Convert the fields of the request to keyword arguments of `AsyncPipeline.stream_updates`."""
+        fields = {words.parameter: getattr(self, words.field, None) for words in WORDS.values()}
+        inputs = {name: value for name, value in fields.items() if value is not None}
+        if len(list_subjects(inputs)) > 1:  # OpenAI's clients always send a prompt, which may be empty
+            inputs = {name: value for name, value in inputs.items() if value != ""}
         values = {
-            "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
-            "class_ids": self.class_id,
-            "negative_prompt": self.negative_prompt,
+            **inputs,
             "seed": self.seed,
             "num_images": self.n,
             "method": self.method,
@@ -157,7 +162,7 @@ class ImagesRequest(GenerationRequest):
     """Body of `POST /v1/images/generations`. If a field is missing or null, the bundle's default is used."""
 
     response_format: Literal["b64_json", "url"] | None = None
-    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_format: Literal[tuple(IMAGE_FORMATS)] | None = None  # type: ignore[valid-type]
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
     partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
     # Fields of OpenAI's API that are accepted with the values that change nothing.
@@ -173,8 +178,8 @@ class ImagesRequest(GenerationRequest):
     EVENT_PREFIX: ClassVar[str] = "image_generation"
 
     @property
-    def image_format(self) -> str:
-        return self.output_format or "png"
+    def image_format(self) -> ImageFormat:
+        return IMAGE_FORMATS[self.output_format or "png"]
 
     @property
     def num_partial_images(self) -> int:
@@ -184,12 +189,14 @@ class ImagesRequest(GenerationRequest):
         super().check_fields()
         if self.partial_images:
             self._require_streaming("partial_images")
-        if self.output_compression not in (None, 100) and self.image_format == "png":
-            remedy = "leave it out for png"
-            raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=remedy)
+        self.image_format.check_codec("output_format")
+        if self.output_compression not in (None, 100) and not self.image_format.lossy:
+            expected = f"output_format {' or '.join(name for name, each in IMAGE_FORMATS.items() if each.lossy)}"
+            remedy = f"leave it out for {self.image_format.name}"
+            raise HttpError(400, field="output_compression", expected=expected, remedy=remedy)
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
-        if not bundle.manifest.makes_images:
+        if not self.image_format.supports(bundle.manifest):
             problem = "gives codes, not images"
             raise HttpError(400, problem, field="model", remedy="POST to /v1/images/codes")
         return self
@@ -198,17 +205,17 @@ class ImagesRequest(GenerationRequest):
         self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
     ) -> bytes:
         image = await pipeline.image(step, image_index)
-        return await asyncio.to_thread(encode_image, image, self.image_format, self.output_compression)
+        return await asyncio.to_thread(self.image_format.encode_image, image, self.output_compression)
 
     def make_image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
         text = base64.b64encode(file_bytes).decode()
         if self.response_format == "url" and not self.stream:
-            return {"url": f"data:{MEDIA_TYPES[self.image_format]};base64,{text}"}
+            return {"url": f"data:{self.image_format.media_type};base64,{text}"}
         return {"b64_json": text}
 
     def make_response_fields(self, size: Size) -> dict[str, str]:
         quality = {"hd": "high", "standard": "auto"}.get(self.quality or "auto", self.quality or "auto")
-        return {"output_format": self.image_format, "quality": quality, "background": "opaque", "size": size.name}
+        return {"output_format": self.image_format.name, "quality": quality, "background": "opaque", "size": size.name}
 
 
 class EditRequest(ImagesRequest):
@@ -223,10 +230,6 @@ class EditRequest(ImagesRequest):
     input_fidelity: Literal["low", "high"] | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_edit"
-
-    def make_pipeline_options(self) -> dict[str, Any]:
-        edit = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
-        return super().make_pipeline_options() | {name: value for name, value in edit.items() if value is not None}
 
 
 class VariationRequest(EditRequest):

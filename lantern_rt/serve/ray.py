@@ -39,27 +39,7 @@ GRACE_SECONDS = 5.0  # time after a request's deadline until its replica gives u
 
 
 class DeploymentSettings(BaseModel):
-    """Arguments of `app` in Ray's configuration file. The field `deployments` in that file has Ray's settings.
-
-    Args:
-        bundles: bundle folders or names of embedded bundles, each deployed under the name of its folder; or a mapping
-            from bundles to options of `Pipeline.from_bundle`.
-        names: name of each model in the API, in the order of the bundles; empty: the names of the bundles.
-        threads: number of threads of a replica, and of processors that Ray reserves for it; None: one replica of a
-            bundle per node, which uses all cores.
-        pipeline: further options of `Pipeline.from_bundle`.
-        max_images_per_pass: maximum number of images per forward pass of a replica.
-        max_queued_images: maximum number of queued images of a replica.
-        max_queued_requests: maximum number of requests that wait at an ingress until a replica has capacity.
-        autoscaling: fields of Ray's `AutoscalingConfig` for every bundle.
-        deadline: maximum duration of a request in seconds, and of the shutdown of a replica.
-        api_key_file: file of API keys, as in `lantern-rt serve`.
-        methods: names of the methods that requests may select.
-        max_n: maximum number of images per request.
-        aliases: name of a model by its alias, an additional name that requests may use.
-        mapped_sizes: size of the images, or `auto`, by the size in a request.
-        cors: sites whose pages may send requests.
-    """
+    """Arguments of `app` in Ray's configuration file; docs/scale-out.md describes them."""
 
     model_config = ConfigDict(extra="forbid")
 

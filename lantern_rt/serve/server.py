@@ -34,7 +34,6 @@ class Server:
         model_loaders: function that loads the pipeline of a model, by the name of the model; called in sequence.
         port: port to listen on; 0: a free port.
         server_limits: limits of requests. When the server stops, running requests have `deadline` seconds to finish.
-        allowed_origins: sites whose pages may send requests.
 
     Raises:
         RequestError: the port is not available, or an origin is invalid.
@@ -84,7 +83,9 @@ class Server:
 
     def run(self) -> None:
         """Serve requests until a signal stops the server, or raise the error of a model that cannot be loaded."""
-        _LOG.info("listening: %s (a page; images at /v1/images/generations); Ctrl-C stops", self.url)
+        _LOG.info("open %s for a page; images at /v1/images/generations; Ctrl-C stops", self.url)
+        if not self.state.keys and not ip_address(self.address[0]).is_loopback:
+            _LOG.warning("everyone who reaches this address may generate images: --api-key-file sets keys")
         self._uvicorn.run([self._socket])
         if self.failure is not None:
             raise self.failure

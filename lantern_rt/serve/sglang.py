@@ -29,12 +29,9 @@ _Ids = Annotated[list[int], Field(min_length=1), FailFast()]
 class TokenPromptRequest(CodesRequest):
     """Request for the codes of one image, with a prompt that is already tokenized."""
 
-    token_ids: list[int]  # with the ids of the prompt template
+    input_ids: list[int]  # with the ids of the prompt template
     grid_shapes: list[list[int]]  # [1, rows, columns] of the image, then of the small grid
     max_tokens: int  # at least the codes of both grids
-
-    def make_pipeline_options(self) -> dict[str, Any]:
-        return super().make_pipeline_options() | {"token_ids": self.token_ids}
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
         sizes = [size for size in bundle.manifest.all_sizes if size.first_grid is not None]
@@ -80,7 +77,7 @@ class _SingleRequestBody(BaseModel):
     def make_request(self) -> TokenPromptRequest:
         parameters = self.sampling_params
         return TokenPromptRequest(
-            token_ids=self.input_ids,
+            input_ids=self.input_ids,
             grid_shapes=self.image_data[0].image_grid_thw,
             max_tokens=parameters.max_new_tokens,
             seed=parameters.sampling_seed,

@@ -15,9 +15,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from .. import __version__
-from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
+from ..subjects.image_files import BYTES_LIMIT
 from .backend import ImageBackend
 from .metrics import Metrics
 from .protocol import GenerationRequest, HttpError, check_and_set_defaults
@@ -50,10 +50,9 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 
 
 def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
-    """Parse API keys: one per line, perhaps after a name. Empty lines and lines that begin with # are ignored.
+    """Parse API keys, one per line, perhaps after a name; return their names by their hashes.
 
-    Returns:
-        The name of each key, by the hash of the key. A key without a name is named by the first digits of its hash.
+    Empty lines and lines that begin with # are ignored. A key without a name is named by the first digits of its hash.
     """
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
@@ -179,7 +178,9 @@ class ServerState:
         name = self.server_limits.aliases.get(name, name)
         if name not in self.backends:
             names = ", ".join([*self.backends, *self.server_limits.aliases])
-            raise HttpError(404, code="model_not_found", field="model", found=format_value(name), expected=names)
+            remedy = "`serve --alias` adds names"
+            actual = format_value(name)
+            raise HttpError(404, code="model_not_found", field="model", found=actual, expected=names, remedy=remedy)
         return self.backends[name]
 
 

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bundle.files import Bundle
 from ..errors import BundleError, RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
 from .captions import clean_caption
+from .prompt_tokenizer import PromptTokenizer
+from .words import read_word_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,7 +25,7 @@ _FILE_LIMIT = 1 << 26  # Maximum size of a tokenizer file in bytes.
 
 
 @dataclass(frozen=True)
-class CaptionTokenizer:
+class CaptionTokenizer(PromptTokenizer):
     """Tokenizer of prompts for conditions of kind `text`, which truncates long prompts. `cleaning`: rules, or None."""
 
     hf_tokenizer: Tokenizer
@@ -49,18 +52,18 @@ class CaptionTokenizer:
 
 
 @dataclass(frozen=True)
-class TemplateTokenizer:
+class TemplateTokenizer(PromptTokenizer):
     """Tokenizer of prompts for conditions of kind `tokens`, which raises an error for long prompts.
 
     Args:
-        template: text in which the prompt replaces `{prompt}`. `fill_size` replaces `{size}` by the image size.
+        template: text in which the prompt replaces `{prompt}`. `fill` replaces `{size}` by the image size.
     """
 
     hf_tokenizer: Tokenizer
     template: str = "{prompt}"
 
-    def fill_size(self, size_name: str) -> TemplateTokenizer:
-        return replace(self, template=self.template.replace("{size}", size_name))
+    def fill(self, size_name: str, template: str | None = None) -> TemplateTokenizer:
+        return replace(self, template=(template or self.template).replace("{size}", size_name))
 
     def has_id(self, token_id: int) -> bool:
         return self.hf_tokenizer.id_to_token(token_id) is not None
@@ -114,3 +117,15 @@ def parse_tokenizer(json_bytes: bytes, keeps_truncation: bool = False) -> Tokeni
 def load_tokenizer(path: Path) -> Tokenizer:
     with convert_read_errors(path, "a tokenizer", BundleError, "export the bundle again"):
         return parse_tokenizer(read_regular_file(path, _FILE_LIMIT))
+
+
+def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
+    """Load the tokenizer of a bundle; return None if the bundle takes no prompts."""
+    condition = bundle.manifest.condition
+    if condition.kind == "text":
+        return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
+    if condition.layout is not None:
+        return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
+    if condition.kind == "words":
+        return replace(read_word_tokenizer(bundle.path("tokenizer")), example_prompts=tuple(bundle.example_prompts))
+    return None

@@ -21,6 +21,7 @@ from pydantic import BaseModel, StrictInt, field_validator
 
 from ..errors import BundleError, RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
+from .prompt_tokenizer import PromptTokenizer
 
 PAD = "<pad>"
 UNKNOWN = "<unk>"
@@ -32,7 +33,7 @@ _MAX_NAMED = 3  # Maximum number of unknown words in an error message.
 
 
 @dataclass(frozen=True)
-class WordTokenizer:
+class WordTokenizer(PromptTokenizer):
     """Tokenizer of prompts that have only known words. `word_ids`: id of every word and special token."""
 
     word_ids: dict[str, int]
@@ -60,9 +61,9 @@ class WordTokenizer:
     def has_id(self, token_id: int) -> bool:
         return token_id < len(self.word_ids)
 
-    def find_nearest_examples(self, prompt: object) -> list[str]:
+    def find_nearest_examples(self, prompt: str) -> list[str]:
         """Return the three example prompts that share the most words with a prompt."""
-        words = {*_WORD.findall(str(prompt).lower())}
+        words = {*_WORD.findall(prompt.lower())}
         return nlargest(
             3, self.example_prompts, key=lambda example: (len(words.intersection(example.split())), -len(example))
         )

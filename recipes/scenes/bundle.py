@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lantern_rt.bundle.conditions import ConditionSpec
-from lantern_rt.bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
+from lantern_rt.bundle.manifest import DecodingDefaults
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases
 from lantern_rt.export.graph.precision import parse_precisions
 from lantern_rt.export.model import BundleContents
-from lantern_rt.export.models.decoder import Attention, Decoder, get_decoder_spec_fields
+from lantern_rt.export.models.decoder import Attention, Decoder
 from lantern_rt.export.models.eagle import LoadedDrafter, make_drafter_graph, read_drafter
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling
@@ -178,15 +178,15 @@ def write_scenes_bundle(
             "codebook_size": vq.config.codes,
             "image_height": size,
             "image_width": size,
-            "target": DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions),
-            "drafter": None if drafting is None else DrafterSpec(**get_decoder_spec_fields(drafting.drafter.config)),
+            "target": config.make_target_spec(),
+            "drafter": None if drafting is None else drafting.drafter.config.make_drafter_spec(),
             "condition": ConditionSpec(kind="words", prefix=SLOTS),
             "sampling": Sampling(cfg_scale=load_checkpoint(work_folder / "target.pt").get("cfg_scale", GUIDANCE)),
             "decoding": DECODING,
         },
         extra_files=extra_files,
         sources=[(role, work_folder / f"{role}.pt") for role in ("vq", "target")]
-        + (drafting.sources if drafting else []),
+        + (drafting.drafter.checkpoint.sources if drafting else []),
         licence="Apache-2.0",
     )
     precisions = replace(parse_precisions(precision, compute=compute, vq=vq_precision), lossless=True)
@@ -215,7 +215,7 @@ def _round_to_float16(*modules: nn.Module) -> None:
                 weight.data = weight.data.half().float()
         for attention in module.modules():
             if isinstance(attention, Attention):
-                queries = attention.qkv.weight.data[: attention.num_heads * attention.head_dim]
+                queries = attention.qkv.weight.data[: attention.config.num_heads * attention.config.head_dim]
                 queries.copy_((queries / 8).half().float() * 8)
 
 

@@ -10,6 +10,7 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.manifest import compute_sha256
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.pipeline import Pipeline
+from lantern_rt.subjects.text import Text
 from lantern_rt.train.drafter.data import IMAGES_PER_SHARD, generate_shards
 from lantern_rt.train.drafter.fit import DrafterTrainer, TrainingOptions, format_metrics
 from lantern_rt.train.drafter.target import read_training_target
@@ -53,7 +54,7 @@ def write_samples(
     rng = np.random.default_rng(SAMPLES_SEED)
     captions = [write_caption(scene, rng) for scene in sample_scenes(count, SAMPLES_SEED)]
     with Pipeline.from_bundle(open_target_bundle(work_folder), threads, provider=provider) as pipeline:
-        prompts = Prompts("prompts", captions)
+        prompts = Prompts(Text, captions)
         samples = work_folder / "samples"
         for done in generate_shards(
             pipeline, prompts, count, samples, lambda *_: None, images_per_shard=images_per_shard

@@ -96,9 +96,9 @@ PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_
 
 
 def test_the_grid_size_is_read_from_the_yaml_or_is_an_argument(tmp_path: Path) -> None:
-    assert read_vqgan(VQGAN).grid == read_vqgan(VQGAN / "vqgan.ckpt").grid == 8
+    assert read_vqgan(VQGAN)[1] == read_vqgan(VQGAN / "vqgan.ckpt")[1] == 8
     (tmp_path / "vqgan.ckpt").write_bytes((VQGAN / "vqgan.ckpt").read_bytes())
-    assert read_vqgan(tmp_path).grid is None
+    assert read_vqgan(tmp_path)[1] is None
     assert read_anole(ANOLE, tmp_path, grid=6).manifest_fields["grid_rows"] == 6
 
 

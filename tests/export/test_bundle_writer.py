@@ -18,13 +18,12 @@ from refusals import catch_error
 from torch import Tensor, nn
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.manifest import DecoderSpec
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.errors import OutputError, ParityError, RequestError
 from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases
 from lantern_rt.export.model import BundleContents
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.writer import export_model
 from lantern_rt.output.files import write_folder_atomically
 
@@ -82,7 +81,7 @@ def make_model() -> BundleContents:
             "codebook_size": 16,
             "image_height": 4,
             "image_width": 4,
-            "target": DecoderSpec(**get_decoder_spec_fields(CONFIG), max_positions=CONFIG.num_rope_positions),
+            "target": CONFIG.make_target_spec(),
             "condition": {"kind": "class", "prefix": 1, "classes": 16},
             "sampling": {},
             "decoding": {},

@@ -207,20 +207,21 @@ def test_every_layout_of_files_gives_the_same_transformer(tmp_path: Path) -> Non
 def test_indexed_shards_give_the_transformer_of_a_single_file(tmp_path: Path, model: str, ending: str) -> None:
     result = read_llamagen_transformer(copy_as_shards(LANTERN / model, tmp_path / "shards", ending))
     assert_same_transformer(result, read_llamagen_transformer(LANTERN / model))
-    assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
+    assert [role for role, _ in result.decoder.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
 def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
     shutil.copy(C2I, tmp_path)
     (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
-    assert read_llamagen_transformer(tmp_path, config=config_path(C2I)).checkpoint.sources[0] == (
+    assert read_llamagen_transformer(tmp_path, config=config_path(C2I)).decoder.checkpoint.sources[0] == (
         "target",
         tmp_path / C2I.name,
     )
 
 
 def test_a_matching_configuration_beside_a_file_is_read(tmp_path: Path) -> None:
-    assert read_llamagen_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
+    sources = read_llamagen_transformer(C2I).decoder.checkpoint.sources
+    assert sources == [("target", C2I), ("target_config", config_path(C2I))]
     path = Path(shutil.copy(C2I, tmp_path))
     copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
     assert "n_head" in catch_error(CheckpointError, read_llamagen_transformer, path).remedy
@@ -229,7 +230,7 @@ def test_a_matching_configuration_beside_a_file_is_read(tmp_path: Path) -> None:
 def test_both_configurations_are_sources(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
-    sources = read_llamagen_transformer(folder, config=other_config).checkpoint.sources
+    sources = read_llamagen_transformer(folder, config=other_config).decoder.checkpoint.sources
     weights = ("target", folder / "model.safetensors")
     assert sources == [("target_config", folder / "config.json"), weights, ("config", other_config)]
 
@@ -259,7 +260,11 @@ def test_every_layout_of_files_gives_the_same_drafter(tmp_path: Path, target: De
         copy = read_drafter(folder, target)
         assert copy.drafter.config == drafter.drafter.config
         assert have_same_weights(drafter.drafter, copy.drafter)
-    assert [role for role, _ in copy.sources] == ["drafter_config", "drafter_index", *["drafter"] * 3]
+    assert [role for role, _ in copy.drafter.checkpoint.sources] == [
+        "drafter_config",
+        "drafter_index",
+        *["drafter"] * 3,
+    ]
     assert (drafter.drafter.config.prefix, drafter.drafter.config.input_norm) == (7, False)
 
 

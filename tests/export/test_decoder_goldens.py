@@ -24,10 +24,10 @@ from goldens import (
     mix_guided,
     read_manifest,
 )
+from guided_logits import make_sampler
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import process_logits
 
 
 def keep_scores(scores: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -136,7 +136,7 @@ def test_a_draft_tree_has_the_recorded_outputs_and_scores(family: GoldenFamily) 
     is_free = forced < 0
     # Tokens that are not codes are filtered out.
     assert not np.isfinite(np.delete(scores[is_free], np.r_[codes], 1)).any()
-    filtered = process_logits(guided, Sampling(top_k=20))[is_free]
+    filtered = make_sampler(Sampling(top_k=20)).process(guided)[is_free]
     np.testing.assert_array_equal(np.isfinite(filtered), np.isfinite(scores[is_free][:, codes]))
     np.testing.assert_allclose(to_scores(filtered), to_scores(scores[is_free][:, codes]), rtol=0, atol=GUIDED_TOLERANCE)
     for forced_scores in scores[~is_free]:

@@ -25,7 +25,7 @@ def test_edits_preserve_codes_and_pixels_of_the_upper_rows(
         size = [*manifest.sizes, manifest.size()][-1]
         image = Image.linear_gradient("L").resize(manifest.size_in_pixels(size)).convert("RGB")
         options = {"image": image, "keep_rows": size.rows - 1, **prompt}
-        preserved_codes = pipe.check(**options).images[0].edit.preserved_codes
+        preserved_codes = pipe.check(**options).images[0].preserved_codes
         assert len(preserved_codes) == size.codes
         results = [pipe(method=method, **options) for method in ("ar", "sjd:window=3", "rows:window=2")]
         assert all((result.codes[0] == preserved_codes)[preserved_codes >= 0].all() for result in results)

@@ -24,6 +24,7 @@ from goldens import (
     log_softmax,
     mix_guided,
 )
+from guided_logits import make_sampler
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
@@ -31,8 +32,8 @@ from lantern_rt import Pipeline
 from lantern_rt.export.families import emu35
 from lantern_rt.export.model import BundleContents
 from lantern_rt.methods import Sampling
-from lantern_rt.prompts import build_prompt_requests
-from lantern_rt.runtime.sampling import compute_distribution
+from lantern_rt.subjects.base import RequestContext
+from lantern_rt.subjects.text import Text
 from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
 ARRAYS = load_golden("emu3.5")
@@ -97,7 +98,7 @@ def test_greedy_images_alone_and_batched_have_the_recorded_codes(emu35_bundle: P
 
 def test_sampling_has_the_recorded_distributions_and_codes(emu35_bundle: Path) -> None:
     sampling = Sampling(temperature=SAMPLE["image_temperature"], top_k=SAMPLE["image_top_k"])
-    probabilities = compute_distribution(compute_guided_logits(emu35_bundle, SAMPLE), sampling)
+    probabilities = make_sampler(sampling).compute_distribution(compute_guided_logits(emu35_bundle, SAMPLE))
     columns = SAMPLE["grid"][1]
     ids = np.array(read_image_ids(SAMPLE))
     is_code = ids >= CODES.start
@@ -139,12 +140,13 @@ def test_prompts_have_the_recorded_token_ids() -> None:
     sizes = model.manifest_fields["sizes"]
     tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
     cases = [case for case in PROTOCOL["prompt_cases"] if case["text"]]
-    requests = build_prompt_requests(condition, tokenizer, sizes[0], [case["text"] for case in cases])
+    context = RequestContext(condition, tokenizer, sizes[0], uses_guidance=True)
+    prompts = Text.read([case["text"] for case in cases], context)
     assert len(cases) > 10
     end = [555, *sizes[0].tokens]  # begin of image, then the tokens of the size
-    for case, request in zip(cases, requests, strict=True):
-        assert request.condition_inputs["token_ids"][0].tolist() == [*case["prompt_ids"], *end]
-        assert request.condition_inputs["uncond_ids"][0].tolist() == [*PROTOCOL["unconditional_prompt_ids"], *end]
+    for case, prompt in zip(cases, prompts, strict=True):
+        assert prompt.prefix.cond.inputs["token_ids"][0].tolist() == [*case["prompt_ids"], *end]
+        assert prompt.prefix.cond.inputs["uncond_ids"][0].tolist() == [*PROTOCOL["unconditional_prompt_ids"], *end]
 
 
 def test_sizes_and_default_settings_equal_the_published_values(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
 from lantern_rt.export.families.emu3 import SUFFIX, make_emu3_prompt_layout
 from lantern_rt.export.writer import export_model
-from lantern_rt.prompts import build_prompt_requests
+from lantern_rt.subjects.base import RequestContext
+from lantern_rt.subjects.negative_prompt import NegativePromptInput
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 CODES = slice(557, 653)  # token ids of the codes
@@ -122,9 +123,10 @@ def test_prompts_of_recorded_runs_have_the_recorded_token_ids(
         assert [*prompt_layout.uncond, *size.tokens] == trace["unconditional_ids"]
     if trace["unconditional_ids"] is not None and trace["negative"]:
         spec = ConditionSpec(kind="tokens", prefix=2048, layout=prompt_layout)
-        (request,) = build_prompt_requests(spec, TemplateTokenizer(tokenizer), size, ["a cat"], trace["negative"])
-        assert request.token_ids is not None
-        assert request.token_ids[1].tolist() == trace["unconditional_ids"]
+        context = RequestContext(spec, TemplateTokenizer(tokenizer), size, uses_guidance=True)
+        tokens = NegativePromptInput(trace["negative"]).finish(context).row.tokens
+        assert tokens is not None
+        assert tokens.tolist() == trace["unconditional_ids"]
     assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_copies import (
     C2I,
     DRAFTER,
@@ -26,7 +28,7 @@ from refusals import catch_error
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.files import Weights
+from lantern_rt.export.checkpoints.files import Weights, read_weights
 from lantern_rt.export.registry import check_family_options
 
 
@@ -62,6 +64,10 @@ def test_a_lumina_bundle_is_exported_and_verified(program: Any) -> None:
     assert program("export", "--family", "lumina", *files)[0] == 0
     exit_code, out, _ = program("verify", "lumina", LUMINA, VQGAN)
     assert (exit_code, "passed" in out) == (0, True)
+    assert program("bench", "lumina", "--method", "ar", "--count", 1)[0] == 0
+    Path("own.txt").write_text("a cat\n")
+    assert program("export", "--family", "lumina", *files, "--prompts", "own.txt", "--force")[0] == 0
+    assert open_bundle("lumina").example_prompts == ["a cat"]
 
 
 def test_lumina2_is_exported_from_the_layout_of_its_repository(program: Any) -> None:
@@ -97,7 +103,10 @@ def test_the_error_of_a_missing_configuration_shows_an_example(program: Any, tmp
 
 def test_a_missing_file_named_like_an_option_is_rejected_by_name(program: Any) -> None:
     exit_code, _, err = program("export", "--target", "vq", "--vq", "model", "--output", "b")
-    assert (exit_code, err.splitlines()[-1]) == (2, "lantern-rt: vq: no such file")
+    assert (exit_code, err.splitlines()[-1]) == (
+        2,
+        "lantern-rt: vq: no such file or folder; give a path or hf:owner/name",
+    )
 
 
 def test_a_drafter_of_another_target_is_exported_with_a_warning(program: Any, t2i_bundle: Path, tmp_path: Path) -> None:
@@ -129,3 +138,40 @@ def test_unsupported_or_missing_options_of_a_family_are_rejected(
     family: str, options: dict[str, str], field: str
 ) -> None:
     assert catch_error(CheckpointError, check_family_options, family, {"target": "t"} | options).field == field
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothere"], "model: found 'nothere', expected the name of a published model"),
+        (["folder/nothere.pt"], "folder/nothere.pt: no such file or folder; give a path or hf:owner/name"),
+        (["--target", "nothere"], "nothere: no such file or folder"),
+        (["janus-pro-1bb"], "did you mean janus-pro-1b?"),
+        ([LUMINA / "model.safetensors"], f"model.safetensors: one file of a checkpoint; give its folder, {LUMINA}"),
+        (["adapter"], "adapter: a LoRA adapter, not a model; give it as --lora"),
+        ([C2I], "--vq: found nothing, expected a checkpoint, which family llamagen needs; llamagen is a guess"),
+    ],
+)
+def test_export_finds_out_what_a_word_is_before_it_guesses_a_family(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    exit_code, _, err = program("export", *words, "--output", "b")
+    assert (exit_code, message in err) == (2, True), err
+
+
+def test_sizes_come_from_the_arguments_of_llamagens_training_program(program: Any, tmp_path: Path) -> None:
+    weights = torch.load(C2I, weights_only=True)["model"]
+    path, config, bundle = tmp_path / "0050000.pt", tmp_path / "heads.json", tmp_path / "b"
+    config.write_text('{"n_head": 4}')
+    arguments = argparse.Namespace(gpt_model="GPT-B", image_size=64, downsample_size=16, num_classes=10)
+    torch.save({"model": weights, "steps": 50_000, "args": arguments}, path)
+    command = ["export", path, "--vq", VQ, "--config", config, "--output", bundle]
+    exit_code, _, err = program(*command, "--grid", 8)
+    assert (exit_code, "block_size: found a grid of 4, expected 8 rows" in err) == (2, True), err
+    assert program(*command)[0] == 0
+    assert open_bundle(bundle).manifest.grid_rows == 4
+    torch.save({f"base_model.model.{name}": value for name, value in weights.items()}, tmp_path / "merged.pt")
+    assert read_weights(tmp_path / "merged.pt").keys() == weights.keys()

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from family_readers import read_glm_image
 from goldens import DATA, GraphRunner, embed_tokens, load_golden, read_manifest
+from guided_logits import make_sampler
 from numpy.typing import NDArray
 
 from lantern_rt.export.families import glm_image
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import load_tokenizer
 
 FOLDER = DATA / "glm-image"
@@ -122,7 +122,7 @@ def test_grids_of_image_sizes_equal_the_published_grids() -> None:
 
 def test_sampled_first_codes_have_the_recorded_probabilities() -> None:
     sampling = Sampling(temperature=0.9, top_k=98, top_p=0.75)
-    probabilities = compute_distribution(ARRAYS["sample_first_logits"], sampling)
+    probabilities = make_sampler(sampling).compute_distribution(ARRAYS["sample_first_logits"])
     np.testing.assert_allclose(probabilities, ARRAYS["sample_first_probs"], rtol=0, atol=1e-4)
 
 

@@ -118,8 +118,7 @@ def make_source_image(rows: int, columns: int, seed: int = 0) -> Image.Image:
 def get_prompt_ids(request: Request) -> list[int]:
     """Return the token ids of the prompt, with the codes of the source image."""
     (image,) = request.images
-    assert image.edit is not None
-    ids: list[int] = image.edit.insert_source_codes(image.condition_inputs)["token_ids"][0].tolist()
+    ids: list[int] = image.prefix.cond.inputs["token_ids"][0].tolist()
     return ids
 
 

@@ -15,7 +15,7 @@ import torch
 from checkpoint_copies import VQ, copy_json
 from family_readers import read_nar, read_par
 from goldens import DATA, GUIDED_TOLERANCE, Arrays, assert_close, load_golden
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler, mix_guided_logits
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
@@ -27,7 +27,6 @@ from lantern_rt.methods import Sampling
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import compute_sequence_logits
-from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.statistics import EngineTimer
 
 Trace = dict[str, Any]
@@ -149,7 +148,7 @@ def sample_codes(logits: NDArray[np.float32], image: int, trace: Trace) -> list[
     if not trace["sample"]:
         return logits.argmax(1).tolist()
     sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
-    cumulative = compute_distribution(logits, sampling).cumsum(1)
+    cumulative = make_sampler(sampling).compute_distribution(logits).cumsum(1)
     return (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"][image])[:, None]).sum(1).tolist()
 
 

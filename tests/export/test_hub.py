@@ -285,8 +285,10 @@ def test_branches_tags_and_commits_are_valid_revisions(revision: str) -> None:
 
 
 def test_fetching_a_local_path_returns_the_path_unchanged(tmp_path: Path) -> None:
-    assert fetch_checkpoint(tmp_path / "x.pt") == tmp_path / "x.pt"
-    assert find_hub_reference(fetch_checkpoint("models/x.pt")) is None
+    path = tmp_path / "x.pt"
+    path.touch()
+    assert fetch_checkpoint(path) == path
+    assert find_hub_reference(path) is None
 
 
 # ---------------------------------------------------------------- bundles

@@ -229,7 +229,7 @@ def make_image_decoder(family: str) -> Graph:
     if family == "emu3":
         graphs = read_emu3(EMU3, grid=4).graphs
     else:
-        graphs = make_vq_graphs(read_llamagen_vq(VQ)[0] if family == "llamagen" else read_vqgan(VQGAN).vq, 4)
+        graphs = make_vq_graphs(read_llamagen_vq(VQ) if family == "llamagen" else read_vqgan(VQGAN)[0], 4)
     return next(graph for graph in graphs if graph.role == "vq_decoder")
 
 

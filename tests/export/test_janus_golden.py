@@ -21,13 +21,13 @@ from goldens import (
     load_golden,
     mix_guided,
 )
+from guided_logits import make_sampler
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
 from lantern_rt.export.models import exact
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import compute_distribution
 
 FOLDER = DATA / "janus-deepseek"
 ARRAYS = load_golden("janus-deepseek")
@@ -93,7 +93,7 @@ def test_runs_have_the_recorded_guided_logits_and_codes(janus_bundle: Path, trac
         guided = mix_guided(logits, trace["cfg_weight"])
         recorded = ARRAYS[f"{name}_guided"]
         assert_close(guided, recorded[:, i] if trace["sample"] else recorded, GUIDED_TOLERANCE)
-        probabilities = compute_distribution(guided, sampling)
+        probabilities = make_sampler(sampling).compute_distribution(guided)
         recorded = ARRAYS[f"{name}_first_probs"]
         assert_close(probabilities[:4], (recorded[:, i] if trace["sample"] else recorded).astype(np.float64))
         if f"{name}_cond" in ARRAYS:
@@ -134,7 +134,8 @@ def copy_with_start_token(folder: Path) -> Path:
 @pytest.mark.parametrize("adds_start", [False, True])
 def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
     from lantern_rt.bundle.manifest import Size
-    from lantern_rt.prompts import build_prompt_requests
+    from lantern_rt.subjects.base import RequestContext
+    from lantern_rt.subjects.text import Text
     from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
     folder = copy_with_start_token(tmp_path / "janus") if adds_start else JANUS
@@ -147,9 +148,9 @@ def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, a
         tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
         role_cases = [case for case in cases if ",".join(case["roles"]) == roles]
         captions = [case["caption"] for case in role_cases]
-        requests = build_prompt_requests(condition, tokenizer, Size(name="64x64", rows=4, columns=4), captions)
-        for case, request in zip(role_cases, requests, strict=True):
-            ids = [request.condition_inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
+        context = RequestContext(condition, tokenizer, Size(name="64x64", rows=4, columns=4), uses_guidance=True)
+        for case, prompt in zip(role_cases, Text.read(captions, context), strict=True):
+            ids = [prompt.prefix.cond.inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
             assert ids == [case["prompt_ids"], case["unconditional_ids"]], case["caption"]
 
 

@@ -71,10 +71,11 @@ def test_prompts_have_the_token_ids_of_the_published_program(lumina2_bundle: Pat
     if head == "Generate an image of 64x64 according to the following prompt:" and caption:
         with Pipeline.from_bundle(lumina2_bundle, threads=1) as pipe:
             (image,) = pipe.check(caption, size="64x64").images
-        assert image.token_ids is not None
-        cond, uncond = (part.tolist() for part in image.token_ids)
-        assert cond == [*case["prompt_ids"], *uncond]
-        assert uncond == TRACES[0]["unconditional_prefix"]
+        cond, uncond = (row.tokens for row in image.prefix)
+        assert cond is not None
+        assert uncond is not None
+        assert uncond.tolist() == TRACES[0]["unconditional_prefix"]
+        assert cond.tolist() == [*case["prompt_ids"], *uncond]
 
 
 def test_in_a_large_vocabulary_codes_begin_at_token_155000(tmp_path: Path) -> None:

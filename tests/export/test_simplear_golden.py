@@ -13,7 +13,7 @@ import torch
 from checkpoint_copies import COSMOS, SIMPLEAR, copy_checkpoint
 from family_readers import read_simplear
 from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden, log_softmax, read_manifest
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -22,8 +22,9 @@ from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, list_image_sizes, make_simplear_prompt_layout
 from lantern_rt.export.models.fsq import decode_fsq_codes, quantize_fsq_latents
 from lantern_rt.methods import Sampling
-from lantern_rt.prompts import build_prompt_requests
-from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
+from lantern_rt.subjects.base import RequestContext
+from lantern_rt.subjects.negative_prompt import NegativePromptInput
+from lantern_rt.subjects.text import Text
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER = DATA / "simplear"
@@ -44,7 +45,7 @@ def test_a_run_has_the_recorded_scores_probabilities_and_tokens(simplear_bundle:
     sampling = Sampling(cfg_scale=trace["cfg"], repetition_penalty=trace["repetition_penalty"])
     codes = ids - CODES.start  # text tokens, which the published program may sample, are below 0
     earlier_codes = [codes[:n][codes[:n] >= 0] for n in range(len(codes))]
-    scores = log_softmax(mix_guided_logits(apply_repetition_penalty(logits, earlier_codes, sampling), sampling))
+    scores = log_softmax(make_sampler(sampling, len(ids)).guide(logits, range(len(ids)), earlier_codes))
     np.testing.assert_array_equal(np.clip(codes, 0, 575), np.ravel(trace["codes"]))
     if f"{name}_scores" in ARRAYS:
         assert_close(scores, log_softmax(ARRAYS[f"{name}_scores"][:, CODES]), GUIDED_TOLERANCE)
@@ -54,7 +55,7 @@ def test_a_run_has_the_recorded_scores_probabilities_and_tokens(simplear_bundle:
         probabilities = ARRAYS[f"{name}_probs"][:, CODES]
         is_code_only = probabilities.sum(1) > 1 - 1e-5  # the filters removed all text tokens
         assert is_code_only.sum() == 16
-        shaped = compute_distribution(scores, Sampling(**trace["sample"]))
+        shaped = make_sampler(Sampling(**trace["sample"])).compute_distribution(scores)
         np.testing.assert_allclose(shaped[is_code_only], probabilities[is_code_only], atol=1e-4)
         ends = shaped.cumsum(1)
         uniform = np.array(trace["uniform"])[:, None]
@@ -84,22 +85,20 @@ def test_prompts_of_all_kinds_have_the_published_token_ids(simplear_bundle: Path
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
     assert bundle_manifest.condition.layout == make_simplear_prompt_layout(library)
     tokenizer = TemplateTokenizer(library, TEMPLATE)
+    context = RequestContext(bundle_manifest.condition, tokenizer, bundle_manifest.size(), uses_guidance=True)
     prefix = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:
         text = case["text"].removesuffix("<|soi|>")
         if text.startswith(prefix):
-            (request,) = build_prompt_requests(
-                bundle_manifest.condition, tokenizer, bundle_manifest.size(), [text.removeprefix(prefix)]
-            )
-            cond, uncond = request.token_ids or ()
+            (prompt,) = Text.read(text.removeprefix(prefix), context)
+            cond, uncond = (row.tokens for row in prompt.prefix)
+            assert uncond is not None
             assert uncond.tolist() == ARRAYS["uncond_ids"].tolist()
         elif negative := text.removeprefix("<|t2i|>"):
-            (request,) = build_prompt_requests(
-                bundle_manifest.condition, tokenizer, bundle_manifest.size(), ["a fox"], negative
-            )
-            cond = (request.token_ids or ())[1]
+            cond = NegativePromptInput(negative).finish(context).row.tokens
         else:
             cond = np.array(make_simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
+        assert cond is not None
         assert cond.tolist() == case["ids"]
 
 

@@ -24,7 +24,9 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
-from lantern_rt.output.images import encode_png
+from lantern_rt.output.formats import PNG
+from lantern_rt.output.images import attach_recipe
+from lantern_rt.subjects.class_ids import ClassId
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import generate_shards
 
@@ -47,7 +49,7 @@ class ValidInputs:
         self.trained = trained
         self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
-            prompts = Prompts("class_ids", [3, 1])
+            prompts = Prompts(ClassId, [3, 1])
             list(generate_shards(pipeline, prompts, 2, self.shards, lambda *_: None, images_per_shard=2))
 
     def _add_presets(self) -> None:
@@ -113,7 +115,7 @@ def make_image_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random)
         )
         texts[name] = text.decode("utf-8", "replace")
     path = folder / "damaged.png"
-    path.write_bytes(encode_png(valid_inputs.image, texts))
+    path.write_bytes(PNG.encode_image(attach_recipe(valid_inputs.image, texts)))
     if not has_damaged_metadata or rng.random() < 0.3:
         damage_file(path, rng)
     options = ["--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]

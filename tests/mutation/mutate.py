@@ -26,7 +26,7 @@ FILTERED_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__"
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
     "runtime/decode.py": "unit/decode unit/rows",
-    "runtime/drafters.py": "unit/batch unit/decode",
+    "runtime/drafters.py": "unit/batch unit/decode unit/extending",
     "runtime/eagle.py": "unit/decode unit/row_ends unit/batch unit/prefixes onnxruntime/published_lantern",
     "runtime/eagle_slots.py": "unit/decode unit/row_ends unit/batch unit/prefixes onnxruntime/published_lantern",
     "runtime/groups.py": "unit/groups",
@@ -40,6 +40,8 @@ TESTS = {
     "runtime/noise.py": "unit/noise unit/decode",
     "runtime/passes.py": "unit/prefixes unit/decode",
     "runtime/rows.py": "unit/rows",
+    "runtime/filters.py": "unit/sampling unit/ties",
+    "runtime/sampler.py": "unit/sampling unit/ties unit/likelihood unit/batch onnxruntime/device_sampling",
     "runtime/sampling.py": "unit/sampling unit/ties",
     "runtime/batch.py": "unit/batch unit/decode unit/ties unit/rows onnxruntime/device_sampling",
     "runtime/state.py": "unit/batch unit/row_ends unit/prefixes unit/rows unit/decode",

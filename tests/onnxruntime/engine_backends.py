@@ -17,7 +17,7 @@ from tiny_graphs import write_graph
 from toy_distributions import compute_naive_distribution
 from toy_engine import ToyModel, make_model, make_prompt
 
-from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.bundle.manifest import DecoderSizes
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
@@ -27,7 +27,7 @@ from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import make_target_graph
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.engine import Engine
@@ -74,10 +74,8 @@ class SmallModel:
         )
         write_graph(make_target_graph(self.decoder, torch.from_numpy(self.code_embeddings)), folder)
         write_graph(make_drafter_graph(drafter), folder)
-        self.target_spec = DecoderSpec(
-            **get_decoder_spec_fields(SMALL_CONFIG), max_positions=SMALL_CONFIG.num_rope_positions
-        )
-        self.drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.config))
+        self.target_spec = SMALL_CONFIG.make_target_spec()
+        self.drafter_spec = drafter.config.make_drafter_spec()
 
     def load_on_backend(self, backend: str) -> ToyModel:
         """Load the model on a backend; `toy` is the NumPy model of the unit tests, with other logits."""
@@ -114,11 +112,9 @@ class SmallModel:
         device = OrtDevice("cpu" if on_host else MEMORY)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
 
-        def load_engine(
-            role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None
-        ) -> TensorRTEngine:
-            inputs = builder.write_device_graph(bundle, role, PROFILES, folder)
-            graph = folder / f"{role}.onnx"
+        def load_engine(spec: DecoderSizes, table: NDArray[np.float32] | None) -> TensorRTEngine:
+            inputs = builder.write_device_graph(bundle, spec.role, PROFILES, folder)
+            graph = folder / f"{spec.role}.onnx"
             gpu = find_gpu()
             assert inputs is not None
             if gpu is None or on_host:
@@ -127,8 +123,8 @@ class SmallModel:
                 plan = builder.build_engine_file(name, graph, inputs, (gpu.compute_capability,), lambda *progress: None)
             return TensorRTEngine(TensorRTExecutable(library, plan, PROFILES, "rebuild"), spec, table, device)
 
-        target = load_engine("target", self.target_spec, self.code_embeddings)
-        drafter = load_engine("drafter", self.drafter_spec, None)
+        target = load_engine(self.target_spec, self.code_embeddings)
+        drafter = load_engine(self.drafter_spec, None)
         return ToyModel(
             target, drafter, SMALL_CONFIG.num_rope_positions, DrafterLayout(), NEIGHBORS, image=IMAGE_LAYOUT
         )

@@ -15,7 +15,6 @@ import torch
 from engine_backends import SINGLE_THREAD, SMALL_CONFIG, SmallModel
 from refusals import expect_error
 from tiny_graphs import TINY_CONFIG, write_graph
-from tiny_rig import make_target_spec
 
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_engine import DeviceCache
@@ -162,10 +161,9 @@ def test_outputs_stay_valid_after_the_kv_cache_is_freed(target: OrtDeviceEngine)
 
 def test_sampled_codes_stay_valid_when_the_shape_runs_again(target: OrtDeviceEngine) -> None:
     cache = make_filled_cache(target, 0, CODES[:2], 40)
+    rows = np.array([[0, 0], [1, 1]])
     nodes = np.array([[0, 1], [0, 1]])
-    request = SamplingRequest(
-        slice(0, 2), nodes, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32)
-    )
+    request = SamplingRequest(rows, nodes, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32))
     samples = []
     for tokens in ([[1, 2], [3, 0]], [[0, 3], [1, 1]]):
         logits = target.run(make_causal_pass(target, cache, tokens), cache).logits
@@ -289,10 +287,10 @@ def test_a_file_without_an_onnx_graph_is_rejected(tmp_path: Path, content: bytes
     path = tmp_path / "target.onnx"
     path.write_bytes(content)
     with expect_error(BundleError, "target.onnx: ", "export the bundle again"):
-        load_device_engine(path, make_target_spec(TINY_CONFIG), CODE_EMBEDDINGS)
+        load_device_engine(path, TINY_CONFIG.make_target_spec(), CODE_EMBEDDINGS)
     path.unlink()
     with expect_error(BundleError, "target.onnx: ", "export the bundle again"):
-        load_device_engine(path, make_target_spec(TINY_CONFIG), CODE_EMBEDDINGS)
+        load_device_engine(path, TINY_CONFIG.make_target_spec(), CODE_EMBEDDINGS)
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
@@ -301,14 +299,14 @@ def test_a_graph_with_a_missing_or_short_weight_file_is_rejected(tmp_path: Path,
     config = DecoderConfig(128, 2, 4, 4, 512, 300, 3, 2, spare_positions=8)
     path = write_graph(make_target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
     table = np.zeros((300, 128), np.float32)
-    load_device_engine(path, make_target_spec(config), table)
+    load_device_engine(path, config.make_target_spec(), table)
     data = tmp_path / "target.onnx.data"
     if damage == "missing":
         data.unlink()
     else:
         data.write_bytes(data.read_bytes()[:5000])
     with expect_error(BundleError, "target.onnx", "export the bundle again"):
-        load_device_engine(path, make_target_spec(config), table)
+        load_device_engine(path, config.make_target_spec(), table)
 
 
 @pytest.mark.parametrize("spec_changes", [{"num_layers": 1}, {"num_layers": 3}, {"vocab_size": 5}], ids=str)

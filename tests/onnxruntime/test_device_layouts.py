@@ -14,9 +14,9 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 from tiny_graphs import TINY_CONFIG, write_graph
-from tiny_rig import make_drafter_spec, make_target_spec
 
-from lantern_rt.engines.device_graph import make_device_graph
+from lantern_rt.bundle.manifest import DecoderSizes
+from lantern_rt.engines.device_graph import DeviceGraphOptions, make_device_graph
 from lantern_rt.export import compare
 from lantern_rt.export.graph.graphs import Graph, convert_to_float16, make_target_graph
 from lantern_rt.export.graph.precision import StorageRule
@@ -27,7 +27,7 @@ from lantern_rt.export.verify import check_graph_parity
 Arrays = dict[str, np.ndarray[Any, Any]]
 CAPACITY = 64  # columns of the KV cache
 MASK_COLUMNS = 48  # columns of the attention mask, a multiple of 16
-ATTENTION_OPTIONS: dict[str | None, dict[str, bool]] = {  # attention op: options of `make_device_graph`
+ATTENTION_OPTIONS: dict[str | None, dict[str, bool]] = {  # attention op: options of the graph
     "Attention": {},
     "MultiHeadAttention": {"use_multi_head_op": True},
     None: {"basic_ops_only": True},
@@ -50,6 +50,10 @@ def make_graph(config: DecoderConfig, is_drafter: bool) -> Graph:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         return make_drafter_graph(EagleDrafter(replace(config, final_norm=False), head, bias=True).eval())
     return make_target_graph(Decoder(config).eval(), torch.randn(config.vocab_size, config.hidden_size))
+
+
+def make_spec(config: DecoderConfig, is_drafter: bool) -> DecoderSizes:
+    return replace(config, final_norm=False).make_drafter_spec() if is_drafter else config.make_target_spec()
 
 
 def convert_to_device_inputs(arrays: Arrays, cache_names: list[str]) -> Arrays:
@@ -82,8 +86,8 @@ def test_a_bfloat16_graph_agrees_up_to_rounding(
     """Compare with ONNX's reference evaluator, as ONNX Runtime supports bfloat16 only on GPUs."""
     graph = replace(make_graph(config, is_drafter), compute_type="bfloat16")
     path = write_graph(graph, tmp_path, weight_precision)
-    spec = (make_drafter_spec if is_drafter else make_target_spec)(config)
-    device_graph = make_device_graph(path, spec, is_drafter, "bfloat16", capacity=CAPACITY)
+    spec = make_spec(config, is_drafter)
+    device_graph = make_device_graph(path, spec, DeviceGraphOptions("bfloat16", capacity=CAPACITY))
     arrays = dict(graph.test_cases["tree"])
     past_names = [tensor.name for tensor in device_graph.inputs if tensor.name.startswith("past_")]
     feeds = convert_to_device_inputs(arrays, past_names)
@@ -109,8 +113,8 @@ def test_any_order_of_cache_columns_gives_the_modules_outputs(
     path = write_graph(graph, tmp_path)
     device_graphs = []
 
-    def record_graph(*arguments: Any, **options: Any) -> Any:
-        device_graphs.append(make_device_graph(*arguments, **options, **ATTENTION_OPTIONS[attention]))
+    def record_graph(path: Path, spec: DecoderSizes, options: DeviceGraphOptions) -> Any:
+        device_graphs.append(make_device_graph(path, spec, options._replace(**ATTENTION_OPTIONS[attention])))
         return device_graphs[-1]
 
     monkeypatch.setattr(compare, "make_device_graph", record_graph)

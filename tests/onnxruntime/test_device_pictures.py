@@ -66,7 +66,7 @@ def make_sequences(pipe: Pipeline, prompt_numbers: list[int], options: dict[str,
 
 def generate_sequences(pipe: Pipeline, prompt_numbers: list[int], options: dict[str, Any]) -> list[ImageSequence]:
     sequences = make_sequences(pipe, prompt_numbers, options)
-    batch = Batch(load_model(pipe.bundle, pipe.engines, [sequence.method for sequence in sequences]))
+    batch = Batch(load_model(pipe.bundle, pipe.engines, [sequence.plan.method for sequence in sequences]))
     batch.add(sequences)
     while batch.active_sequences:
         batch.step()

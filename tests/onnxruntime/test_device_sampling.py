@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler, mix_guided_logits
 
 from lantern_rt.engines.device_engine import DeviceLogitsTensor
 from lantern_rt.engines.ort.cache_pool import BoundForwardPass
@@ -18,7 +18,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SamplingRequest
 from lantern_rt.runtime.engine import Floats, Ints
 from lantern_rt.runtime.noise import GROUP_SIZE, Noise
-from lantern_rt.runtime.sampling import find_top_codes, process_logits
+from lantern_rt.runtime.sampling import find_top_codes
 
 VOCABULARY = 200
 FILTERS: list[dict[str, Any]] = [
@@ -30,6 +30,10 @@ FILTERS: list[dict[str, Any]] = [
     {"top_p": 1e-6},
     {"temperature": 1.4, "top_k": 50, "top_p": 0.9},
     {"top_k": 3, "top_p": 0.99},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"temperature": 1.4, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+    {"top_k": 5, "top_p": 1e-6, "min_p": 1e-300},
     {"temperature": 0.0, "top_k": 5},
 ]
 
@@ -58,10 +62,8 @@ def make_request(
     """Make a request for the tokens of the first nodes; unconditional logits are a node later."""
     num_rows = 1 + sampling.uses_guidance
     nodes = np.stack([np.arange(count) + row for row in range(num_rows)])
-    scales = np.full(count, sampling.cfg_scale, np.float32)
-    return SamplingRequest(
-        slice(first_row, first_row + num_rows), nodes, sampling, noise, first_position + np.arange(count), scales
-    )
+    codes = range(first_position, first_position + count)
+    return make_sampler(sampling, 1 << 12).make_request(first_row + np.arange(num_rows), nodes, codes, noise)
 
 
 class UploadRecordingNoise(Noise):
@@ -79,8 +81,8 @@ class UploadRecordingNoise(Noise):
 
 def sample_on_host(logits: Floats, request: SamplingRequest, count: int) -> tuple[Ints, Floats]:
     """Return the `count` best codes of each node and their scores, `[nodes, count]`, computed with NumPy."""
-    rows = np.arange(request.rows.start, request.rows.stop)[:, None]
-    values = process_logits(mix_guided_logits(logits[rows, request.nodes], request.sampling), request.sampling)
+    guided = mix_guided_logits(logits[request.rows, request.nodes], request.sampling)
+    values = make_sampler(request.sampling).process(guided)
     if request.noise is not None:
         noise = [request.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in request.positions]
         values = values + np.stack(noise)

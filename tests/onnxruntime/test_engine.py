@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from refusals import catch_error, expect_error
 from tiny_graphs import TINY_CONFIG, make_tiny_drafter, write_graph
-from tiny_rig import SINGLE_THREAD, WIDE_CONFIG, DecoderHarness, assert_close, make_drafter_spec, make_target_spec
+from tiny_rig import SINGLE_THREAD, WIDE_CONFIG, DecoderHarness, assert_close
 
 from lantern_rt.engines.decoder_tensors import find_kv_dtype
 from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
@@ -233,7 +234,7 @@ def add_random_rows(cache: KVCache, rows: int, length: int) -> KVCache:
 
 def test_a_drafter_without_hidden_states_is_rejected(tmp_path: Path) -> None:
     path = write_graph(make_drafter_graph(make_tiny_drafter()), tmp_path)
-    engine = OrtEngine(path, make_drafter_spec(TINY_CONFIG), threads=SINGLE_THREAD)
+    engine = OrtEngine(path, replace(TINY_CONFIG, final_norm=False).make_drafter_spec(), threads=SINGLE_THREAD)
     tokens = np.zeros((1, 2), np.int64)
     with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
         engine.run(PassInput(tokens, np.ones((1, 2, 66), bool), tokens), engine.make_cache(1, 20))
@@ -278,7 +279,7 @@ def test_a_graph_that_differs_from_the_manifest_is_rejected(
         BundleError,
         OrtEngine,
         tiny_harness.path,
-        make_target_spec(TINY_CONFIG).model_copy(update=change),
+        TINY_CONFIG.make_target_spec().model_copy(update=change),
         tiny_harness.code_embeddings,
         SINGLE_THREAD,
     )
@@ -291,7 +292,7 @@ def test_a_graph_with_a_fixed_batch_size_is_rejected(tiny_harness: DecoderHarnes
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
     onnx.save(model, tmp_path / "fixed.onnx")
     with expect_error(BundleError, "`input_embeds`: found float32 [2, nodes, 64]"):
-        OrtEngine(tmp_path / "fixed.onnx", make_target_spec(TINY_CONFIG), tiny_harness.code_embeddings, SINGLE_THREAD)
+        OrtEngine(tmp_path / "fixed.onnx", TINY_CONFIG.make_target_spec(), tiny_harness.code_embeddings, SINGLE_THREAD)
 
 
 def test_the_error_for_a_damaged_graph_file_is_a_single_line(
@@ -301,7 +302,7 @@ def test_the_error_for_a_damaged_graph_file_is_a_single_line(
     for name, content in (("cut", data[: len(data) // 2]), ("junk", b"junk"), ("empty", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises((BundleError, EngineError)) as caught:
-            OrtEngine(tmp_path / name, make_target_spec(TINY_CONFIG), tiny_harness.code_embeddings, SINGLE_THREAD)
+            OrtEngine(tmp_path / name, TINY_CONFIG.make_target_spec(), tiny_harness.code_embeddings, SINGLE_THREAD)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
     assert capfd.readouterr() == ("", "")

@@ -21,7 +21,7 @@ from shared_passes import generate_in_shared_passes
 
 from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.errors import RequestError
-from lantern_rt.sources import SourceImage
+from lantern_rt.subjects.source_image import SourceImage
 
 torch = pytest.importorskip("torch")
 CHECKPOINTS = Path(__file__).parent.parent / "data/glm-image"
@@ -225,8 +225,7 @@ def test_source_images_lead_to_the_published_codes(load_pipeline: LoadPipeline, 
     source = Image.new("RGB", (32 * columns, 32 * rows))
     request: dict[str, Any] = {"prompts": SOURCE_TRACE["prompt"], "image": source, "size": "96x128", "temperature": 0}
     (image,) = pipe.check(**request).images
-    assert image.edit is not None
-    assert image.edit.insert_source_codes(image.condition_inputs)["token_ids"][0].tolist() == SOURCE_TRACE["prompt_ids"]
+    assert image.prefix.cond.inputs["token_ids"][0].tolist() == SOURCE_TRACE["prompt_ids"]
     assert pipe(**request, method=method).codes[0].tolist() == SOURCE_TRACE["generated_ids"][:-1]
     # The unconditional batch row has no source image.
     guided_codes = pipe(**request, method=method, cfg_scale=2.0).codes

@@ -12,11 +12,11 @@ import pytest
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.onnx_scan import read_graph_weights
+from lantern_rt.engines.build import write_engine_graphs
 from lantern_rt.engines.loader import choose_providers
 from lantern_rt.engines.ort.providers import ProviderChoice
 from lantern_rt.engines.precisions import check_matmul_support
-from lantern_rt.engines.profiles import BuildOptions, profiles
-from lantern_rt.engines.trt.builder import write_device_graph
+from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
 from lantern_rt.memory import count_weight_bytes
 
@@ -54,8 +54,8 @@ def test_float_weights_are_counted_as_float32_in_memory(float_scenes_bundle: Pat
 
 def test_tensorrt_graphs_dequantize_all_int8_weights(t2i_products_bundle: Path, tmp_path: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
-    shapes = profiles(bundle.manifest, "target", BuildOptions("tensorrt-rtx"))
-    write_device_graph(bundle, "target", shapes, tmp_path)
+    options = BuildOptions("tensorrt-rtx")
+    _ = [*write_engine_graphs(bundle, options, tmp_path)]
     nodes = onnx.load(tmp_path / "target.onnx", load_external_data=False).graph.node
     dequantized = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
     stored = {name for name in read_graph_weights(bundle.path("target")) if name.endswith(".int8")}

@@ -14,7 +14,7 @@ from device_pipeline import load_device_pipeline
 from numpy.typing import NDArray
 from PIL import Image
 from shared_passes import generate_in_shared_passes
-from toy_engine import make_decode_settings
+from toy_engine import make_plan
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
@@ -143,7 +143,7 @@ def test_a_preserved_half_is_continued_as_published(load_pipeline: LoadPipeline,
     layout = pipe.bundle.manifest.layout(pipe.bundle.manifest.size("32x64"))
     steps = decode(
         model,
-        make_decode_settings(layout, settings.sampling, method),
+        make_plan(layout, settings.sampling, method),
         [Prompt(cond_prefix, uncond_prefix, preserved)],
         [0],
     )
@@ -179,7 +179,7 @@ def test_near_ties_of_several_sizes_are_decided_as_in_ar(
     load_pipeline: LoadPipeline, family: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use a wide margin for near-ties, so that most steps compute the sequence again, including row ends."""
-    monkeypatch.setattr("lantern_rt.runtime.batch.compute_rounding_margin", lambda model, sampling: 3.0)
+    monkeypatch.setattr("lantern_rt.runtime.sampler.Sampler.compute_rounding_margin", lambda *_: 3.0)
     pipe = load_pipeline(family)
     options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}
     requests = [options | {"size": size, "method": "sjd:window=16"} for size in sizes]

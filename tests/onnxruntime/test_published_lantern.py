@@ -26,7 +26,7 @@ from lantern_rt.runtime.drafters import count_draft_nodes
 from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.eagle import EagleDrafter
 from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.state import DecodeSettings, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
+from lantern_rt.runtime.state import DrafterLayout, ImageSequence, LoadedModel, Plan, PrefixRow, Prompt
 from lantern_rt.runtime.statistics import EngineTimer
 from lantern_rt.runtime.tree import DraftTree
 
@@ -95,7 +95,7 @@ class RecordedRun:
             PrefixRow(np.zeros((len(prefix), 1), np.float32), np.ones(len(prefix), bool), prefix) for prefix in prefixes
         ]
         method = Lantern(tree=TREES[run])
-        plan = DecodeSettings(RasterLayout(100), sampling, method, count_draft_nodes(method))
+        plan = Plan(RasterLayout(100), sampling, method, count_draft_nodes(method))
         self.sequence = ImageSequence(0, plan, Prompt(*rows), seed=0)
         self.eagle_drafter = EagleDrafter(model, Lantern(tree=TREES[run]), EngineTimer())
         self.family = family
@@ -252,9 +252,7 @@ def test_greedy_generations_follow_the_published_trace(
     ids: list[list[int]] = [[] for _ in prompts]
     accepted_counts: list[list[int]] = [[] for _ in prompts]
     method = make_published_method(traces[0])
-    for step in decode(
-        model, DecodeSettings(image, sampling, method, count_draft_nodes(method)), prompts, range(len(prompts))
-    ):
+    for step in decode(model, Plan(image, sampling, method, count_draft_nodes(method)), prompts, range(len(prompts))):
         for generated_part in step.parts:
             if len(ids[generated_part.sequence]) >= max_length:
                 continue

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engine_backends import BACKENDS, GPU_BACKENDS, SMALL_CONFIG, SmallModel
 from scipy.stats import chisquare
-from toy_engine import ToyModel, collect_codes, decode, make_decode_settings
+from toy_engine import ToyModel, collect_codes, decode, make_plan
 
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.trt.builder import MODULES, import_library
@@ -129,7 +129,7 @@ def test_images_that_join_a_batch_have_the_codes_of_one_alone(
     arrivals += [(i, METHODS["eagle, dynamic"], HALF_GUIDED_SAMPLING if i == 5 else GUIDED_SAMPLING) for i in (4, 5, 6)]
     for step in itertools.count():
         for i, method, sampling in arrivals[step : step + 1]:
-            plan = make_decode_settings(model.image, sampling, method)
+            plan = make_plan(model.image, sampling, method)
             waiting.append(ImageSequence(i, plan, small_model.make_prompt(backend, i), i))
         if step > len(arrivals) and not batch.active_sequences and not waiting:
             break

@@ -44,7 +44,7 @@ def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], p
     ]
     expected = [pipe(**request, method=EXACT_METHODS[0]) for request in requests]
     for request, result, cells in zip(requests, expected, masks, strict=True):
-        preserved_codes = pipe.check(**request).images[0].edit.preserved_codes  # type: ignore[union-attr]
+        preserved_codes = pipe.check(**request).images[0].preserved_codes  # type: ignore[union-attr]
         assert (result.codes[0] == preserved_codes)[~cells.ravel()].all()
         near_regenerated = np.pad(cells, 1)
         near_regenerated = (

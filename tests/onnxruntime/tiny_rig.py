@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from host_tensorrt import HostTensorRT, write_engine_file
 from tiny_graphs import write_graph
 
-from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.device_graph import make_device_graph
+from lantern_rt.engines.device_graph import DeviceGraphOptions, make_device_graph
 from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.profiles import ShapeProfile, count_profile_columns
@@ -20,7 +18,7 @@ from lantern_rt.engines.trt.builder import make_shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import make_target_graph
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import PassInput, PassOutput
 
 SINGLE_THREAD = 1
@@ -40,14 +38,6 @@ WIDE_CONFIG = DecoderConfig(
 )  # head width and matrix sizes of a real model, because small matrices use other kernels
 
 
-def make_target_spec(config: DecoderConfig) -> DecoderSpec:
-    return DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions)
-
-
-def make_drafter_spec(config: DecoderConfig) -> DrafterSpec:
-    return DrafterSpec(**get_decoder_spec_fields(replace(config, final_norm=False)))
-
-
 class DecoderHarness:
     def __init__(self, folder: Path, config: DecoderConfig, backend: str = "cpu") -> None:
         torch.manual_seed(0)
@@ -61,13 +51,12 @@ class DecoderHarness:
         self.engine: Any = self.load_engine(SINGLE_THREAD)
         if backend == "device":
             self.engine = OrtDeviceEngine(
-                self.path, make_target_spec(config), self.code_embeddings, SINGLE_THREAD, OrtDevice("cpu")
+                self.path, config.make_target_spec(), self.code_embeddings, SINGLE_THREAD, OrtDevice("cpu")
             )
         elif backend == "plan":
             self.library = HostTensorRT()
-            device_graph = make_device_graph(
-                self.path, make_target_spec(config), is_drafter=False, capacity=count_profile_columns(PROFILES)
-            )
+            options = DeviceGraphOptions(capacity=count_profile_columns(PROFILES))
+            device_graph = make_device_graph(self.path, config.make_target_spec(), options)
             graph_path = folder / "device.onnx"
             graph_path.write_bytes(device_graph.model_bytes)
             inputs = [
@@ -81,7 +70,7 @@ class DecoderHarness:
             self.engine = self.load_tensorrt_engine()
 
     def load_engine(self, threads: int) -> OrtEngine:
-        return OrtEngine(self.path, make_target_spec(self.config), self.code_embeddings, threads)
+        return OrtEngine(self.path, self.config.make_target_spec(), self.code_embeddings, threads)
 
     def load_tensorrt_engine(
         self, plan: Path | None = None, profiles: tuple[ShapeProfile, ...] = PROFILES, **spec_changes: Any
@@ -89,7 +78,7 @@ class DecoderHarness:
         executable = TensorRTExecutable(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
         return TensorRTEngine(
             executable,
-            make_target_spec(self.config).model_copy(update=spec_changes),
+            self.config.make_target_spec().model_copy(update=spec_changes),
             self.code_embeddings,
             OrtDevice("cpu"),
         )

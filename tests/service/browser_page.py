@@ -89,7 +89,7 @@ def read_statistics(page: Page) -> dict[str, list[str]]:
         """async () => {
             await new Promise(requestAnimationFrame);
             const rows = [...document.querySelectorAll("#figures tbody tr")];
-            const text = (row, tag) => [...row.querySelectorAll(tag)].map((cell) => cell.innerText);
+            const text = (row, tag) => [...row.querySelectorAll(tag)].map((cell) => cell.textContent);
             return Object.fromEntries(rows.map((row) => [text(row, "th")[0], text(row, "td")]));
         }"""
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pty
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -35,12 +38,26 @@ def test_every_log_line_of_the_server_and_of_its_libraries_is_json(
     assert server.stop() == 0
     messages = [(line["level"], line["message"].partition(":")[0]) for line in parse_log(server)]
     assert messages == [
-        ("info", "listening"),
+        ("info", "open http"),
         ("info", "ready"),
         ("warning", "Invalid HTTP request received."),
         ("warning", "no keys to reload"),
         ("info", "draining"),
     ]
+
+
+def test_a_terminal_gets_text_and_a_public_address_without_keys_a_warning(tiny_folder: Path) -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "lantern_rt", "serve", str(tiny_folder), "--threads=1", "--port=0"]
+    with subprocess.Popen([*command, "--host=0.0.0.0"], stderr=follower, stdout=follower) as process:
+        written = b""
+        while b"info ready" not in written:
+            written += os.read(leader, 1 << 16)
+        process.terminate()
+    os.close(leader)
+    os.close(follower)
+    assert b"info open http://0.0.0.0:" in written
+    assert b"warning everyone who reaches this address" in written
 
 
 def test_an_api_key_from_the_environment_is_not_reloaded_and_status_401_names_the_scheme(

@@ -14,7 +14,9 @@ from running_server import GENERATIONS, RunningServer
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("path", ["/", "/docs", "/livez", "/readyz", "/v1/models", "/v1/models/tiny", "/page/page.js"])
+@pytest.mark.parametrize(
+    "path", ["/", "/docs", "/livez", "/readyz", "/healthz", "/v1/models", "/v1/models/tiny", "/page/page.js"]
+)
 def test_a_head_response_has_the_headers_of_get_and_no_body(tiny_server: RunningServer, path: str) -> None:
     responses = [tiny_server.request(method, path) for method in ("HEAD", "GET")]
     (head_status, head_headers, head_body), (get_status, get_headers, get_body) = responses

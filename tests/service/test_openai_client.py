@@ -16,8 +16,10 @@ import pytest
 from PIL import Image
 from running_server import RunningServer, wait_until
 
-from lantern_rt import Pipeline
-from lantern_rt.output.images import GREY, encode_png
+from lantern_rt import Pipeline, RequestError
+from lantern_rt.output.formats import IMAGE_FORMATS, PNG
+from lantern_rt.output.images import GREY, attach_recipe
+from lantern_rt.serve.protocol import HttpError, ImagesRequest
 
 PROMPT = "a large red sphere left of a small blue cube on grass"
 
@@ -53,7 +55,7 @@ def test_a_generated_image_is_the_same_png_file_as_from_the_pipeline(
     expected = scenes_pipe(PROMPT, seed=5, method="ar").images[0]
     size = f"{expected.width}x{expected.height}"
     response = scenes_client.images.generate(prompt=PROMPT, size=size, extra_body={"seed": 5, "method": "ar"})
-    assert decode_file(response.data[0]) == encode_png(expected, expected.info)
+    assert decode_file(response.data[0]) == PNG.encode_image(expected)
     assert (response.output_format, response.size, response.background) == ("png", size, "opaque")
     assert response.usage is not None
     assert response.usage.output_tokens == 256
@@ -119,15 +121,28 @@ def test_a_stream_sends_partial_images_before_the_complete_image(
     assert 2 <= known_rows[0] < known_rows[2] < 16, "partial images grow from the top"
 
 
-def test_images_can_be_jpeg_or_webp_files_or_data_urls(tiny_client: openai.OpenAI) -> None:
-    for file in ("jpeg", "webp"):
-        response = tiny_client.images.generate(prompt="red cube", output_format=file, output_compression=80)
+def test_images_can_be_files_of_every_format_or_data_urls(tiny_client: openai.OpenAI) -> None:
+    Image.init()
+    for name, output_format in IMAGE_FORMATS.items():
+        if name.upper() not in Image.SAVE:  # before 11.3 Pillow has no AVIF
+            continue
+        options: Any = {"output_format": name} | ({"output_compression": 80} if output_format.lossy else {})
+        response = tiny_client.images.generate(prompt="red cube", **options)
         with Image.open(io.BytesIO(decode_file(response.data[0]))) as image:
-            assert image.format == file.upper()
+            assert (image.format, response.output_format) == (name.upper(), name)
     response = tiny_client.images.generate(prompt="red cube", response_format="url", extra_body={"seed": 1})
     url = response.data[0].url
     assert url is not None
     assert url.startswith("data:image/png;base64,iVBOR")
+
+
+def test_a_format_without_its_codec_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.init()
+    monkeypatch.delitem(Image.SAVE, "AVIF", raising=False)
+    with pytest.raises(RequestError) as error:
+        ImagesRequest(output_format="avif").check_fields()
+    answer = HttpError.from_exception(error.value)
+    assert (answer.status, answer.param, "installed without AVIF" in str(answer)) == (400, "output_format", True)
 
 
 def test_invalid_requests_raise_the_exceptions_of_the_openai_client(tiny_client: openai.OpenAI) -> None:
@@ -169,6 +184,7 @@ def test_invalid_requests_raise_the_exceptions_of_the_openai_client(tiny_client:
     with pytest.raises(openai.NotFoundError) as not_found:
         generate(prompt="red cube", model="gpt-image-1")
     assert not_found.value.code == "model_not_found"
+    assert "`serve --alias` adds names" in str(not_found.value)
 
 
 def test_models_can_be_listed_and_retrieved(tiny_client: openai.OpenAI) -> None:
@@ -255,7 +271,7 @@ MASK[64:128, 16:96] = True
 
 
 def encode_array_as_png(array: Any) -> bytes:
-    return encode_png(Image.fromarray(array), {})
+    return PNG.encode_image(Image.fromarray(array))
 
 
 TRANSPARENT = encode_array_as_png(
@@ -272,13 +288,13 @@ def original_image(scenes_pipe: Pipeline) -> Image.Image:
 def test_an_edited_image_is_the_same_png_file_as_from_the_pipeline(
     scenes_client: openai.OpenAI, scenes_pipe: Pipeline, original_image: Image.Image
 ) -> None:
-    image = encode_png(original_image, original_image.info)
+    image = PNG.encode_image(original_image)
     options: dict[str, Any] = {"seed": 1, "method": "ar"}
     response = scenes_client.images.edit(
         image=("a.png", image), mask=("b.png", TRANSPARENT), prompt=CONE_PROMPT, size="256x256", extra_body=options
     )
     expected = scenes_pipe.edit(original_image, MASK, CONE_PROMPT, **options)
-    assert decode_file(response.data[0]) == encode_png(expected.images[0], expected.images[0].info)
+    assert decode_file(response.data[0]) == PNG.encode_image(expected.images[0])
     num_regenerated = int(MASK[::CELL_SIZE, ::CELL_SIZE].sum())
     assert response.usage.output_tokens == num_regenerated
     assert response.usage.input_tokens_details.image_tokens == 256 - num_regenerated
@@ -290,7 +306,11 @@ def test_an_edited_image_is_the_same_png_file_as_from_the_pipeline(
 def test_partial_images_of_an_edit_are_grey_only_in_the_masked_region(
     scenes_client: openai.OpenAI, original_image: Image.Image
 ) -> None:
-    fields: dict[str, Any] = {"image": encode_png(original_image, {}), "mask": TRANSPARENT, "prompt": CONE_PROMPT}
+    fields: dict[str, Any] = {
+        "image": PNG.encode_image(attach_recipe(original_image, {})),
+        "mask": TRANSPARENT,
+        "prompt": CONE_PROMPT,
+    }
     options = {"seed": 1, "method": "ar", "steps": True}
     *events, last_event = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
     partial_events = [event for event in events if event.type == "image_edit.partial_image"]
@@ -310,7 +330,7 @@ def test_partial_images_of_an_edit_are_grey_only_in_the_masked_region(
 def test_a_variation_preserves_the_upper_rows_and_reads_the_prompt_from_the_png(
     scenes_client: openai.OpenAI, original_image: Image.Image
 ) -> None:
-    image = encode_png(original_image, original_image.info)
+    image = PNG.encode_image(original_image)
     half_preserved = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
     np.testing.assert_array_equal(
         decode_pixels(decode_file(half_preserved.data[0]))[:112], np.asarray(original_image)[:112]
@@ -326,7 +346,7 @@ def test_a_variation_preserves_the_upper_rows_and_reads_the_prompt_from_the_png(
 def test_an_invalid_edit_request_is_rejected_with_the_name_of_the_field(
     scenes_client: openai.OpenAI, original_image: Image.Image
 ) -> None:
-    image = encode_png(original_image, {})
+    image = PNG.encode_image(attach_recipe(original_image, {}))
     invalid_requests: list[tuple[dict[str, Any], str]] = [
         ({"mask": encode_array_as_png(np.zeros((64, 64), np.uint8))}, "mask"),
         ({"mask": encode_array_as_png(np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8))}, "mask"),

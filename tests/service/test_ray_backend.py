@@ -165,7 +165,7 @@ def test_a_replica_returns_the_codes_of_the_pipeline_and_rejects_unsupported_req
         assert file["codes"].ravel().tolist() == codes.tolist()
     with pytest.raises(HttpError) as caught:
         asyncio.run(
-            complete(TokenPromptRequest(token_ids=[1], grid_shapes=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields))
+            complete(TokenPromptRequest(input_ids=[1], grid_shapes=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields))
         )
     assert (caught.value.status, caught.value.field) == (400, "image_data")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from running_server import GENERATIONS, RunningServer, parse_events, wait_until
 
-from lantern_rt.edits import BYTES_LIMIT
+from lantern_rt.subjects.image_files import BYTES_LIMIT
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.device_graph import make_device_graph
+from lantern_rt.bundle.manifest import DecoderSizes
+from lantern_rt.engines.device_graph import DeviceGraphOptions, make_device_graph
 from lantern_rt.engines.profiles import ShapeProfile
 from lantern_rt.engines.trt.builder import make_shape_bounds
 
@@ -35,25 +35,25 @@ class EngineLayer(NamedTuple):
 
 def write_decoder(
     folder: Path, num_layers: int, compute_dtype: str, weight_precision: str, is_drafter: bool
-) -> tuple[Path, DecoderSpec | DrafterSpec]:
+) -> tuple[Path, DecoderSizes]:
     import torch
     from tiny_graphs import write_graph
 
     from lantern_rt.export.graph.graphs import convert_to_float16, make_target_graph
-    from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
+    from lantern_rt.export.models.decoder import Decoder, DecoderConfig
     from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 
     config = DecoderConfig(1280, num_layers, 20, 20, 3584, vocab_size=512, grid=16, prefix=120)
     torch.manual_seed(0)
-    spec: DecoderSpec | DrafterSpec
+    spec: DecoderSizes
     if is_drafter:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         drafter_config = replace(config, final_norm=False, input_norm=False)
         graph = make_drafter_graph(EagleDrafter(drafter_config, head, bias=True).eval())
-        spec = DrafterSpec(**get_decoder_spec_fields(drafter_config))
+        spec = drafter_config.make_drafter_spec()
     else:
         graph = make_target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
-        spec = DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions)
+        spec = config.make_target_spec()
     written_graph: Any = (
         convert_to_float16(graph) if compute_dtype == "float16" else replace(graph, compute_type=compute_dtype)
     )
@@ -61,9 +61,7 @@ def write_decoder(
     return path, spec
 
 
-def build_engine_layers(
-    path: Path, spec: DecoderSpec | DrafterSpec, is_drafter: bool, compute_dtype: str
-) -> list[EngineLayer]:
+def build_engine_layers(path: Path, spec: DecoderSizes, compute_dtype: str) -> list[EngineLayer]:
     import tensorrt_rtx as library
 
     messages: list[str] = []
@@ -74,7 +72,7 @@ def build_engine_layers(
 
     builder = library.Builder(logger := Logger())
     network = builder.create_network(0)
-    graph = make_device_graph(path, spec, is_drafter, compute_dtype, capacity=COLUMNS)
+    graph = make_device_graph(path, spec, DeviceGraphOptions(compute_dtype, capacity=COLUMNS))
     parser = library.OnnxParser(network, logger)
     assert parser.parse(graph.model_bytes, str(path)), messages[-3:]
     for layer in map(network.get_layer, range(network.num_layers)):
@@ -137,7 +135,7 @@ def test_a_decoder_layer_becomes_few_fused_layers(
         folder = tmp_path / str(num_layers)
         folder.mkdir()
         engine_layers = build_engine_layers(
-            *write_decoder(folder, num_layers, compute_dtype, weight_precision, is_drafter), is_drafter, compute_dtype
+            *write_decoder(folder, num_layers, compute_dtype, weight_precision, is_drafter), compute_dtype
         )
         counts.append(len(engine_layers))
         if weight_precision == "int4-weights":

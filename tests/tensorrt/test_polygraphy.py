@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.engines.profiles import BuildOptions, profiles
-from lantern_rt.engines.trt.builder import format_build_commands, write_device_graph
+from lantern_rt.engines.build import write_engine_graphs
+from lantern_rt.engines.profiles import RTX, BuildOptions
+from lantern_rt.engines.trt.builder import format_build_commands
 
 for module in ("torch", "tensorrt_rtx", "onnx_graphsurgeon"):
     pytest.importorskip(module, reason="needs lantern-rt[export,tensorrt-rtx] and onnx-graphsurgeon")
@@ -20,6 +21,7 @@ RTX_OPTIONS = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capa
 
 
 def run_polygraphy(*arguments: object) -> int:
+    """Run the command-line program of Polygraphy in this process, and return the exit code."""
     from polygraphy.tools._main import main
 
     status: int = main([*map(str, arguments)])
@@ -38,16 +40,18 @@ def test_tensorrt_supports_the_graphs_of_a_family(
 ) -> None:
     from polygraphy.logger import G_LOGGER
 
-    monkeypatch.setattr(G_LOGGER, "use_python_logging_system", False)  # building an engine enables Python logging
+    monkeypatch.setattr(G_LOGGER, "use_python_logging_system", False)  # building engines enables Python logging
     bundle = open_bundle(request.getfixturevalue(f"{family}_bundle"))
+    engine_folder = tmp_path / "engines"
+    engine_folder.mkdir()
+    _ = [*write_engine_graphs(bundle, RTX_OPTIONS, engine_folder)]
     hidden_size = bundle.manifest.target.hidden_size
     # The linter sets token ids to 0 and 1, so these tables need only a few entries.
     table_shapes = {"target": f"embeddings:[4,{hidden_size}]", "drafter": f"hidden:[1,4,{hidden_size}]"}
     for role in table_shapes.keys() & bundle.manifest.files.keys():
-        write_device_graph(bundle, role, profiles(bundle.manifest, role, RTX_OPTIONS), tmp_path)
         for graph, shape_options in (
             (bundle.path(role), []),
-            (tmp_path / f"{role}.onnx", ["--input-shapes", table_shapes[role]]),
+            (engine_folder / f"{role}.onnx", ["--input-shapes", table_shapes[role]]),
         ):
             capsys.readouterr()
             with G_LOGGER.verbosity(G_LOGGER.INFO):
@@ -58,19 +62,24 @@ def test_tensorrt_supports_the_graphs_of_a_family(
                 ), graph
 
 
-def test_the_printed_polygraphy_commands_are_valid(float_scenes_bundle: Path, tmp_path: Path) -> None:
+def test_the_polygraphy_commands_are_valid(float_scenes_bundle: Path, tmp_path: Path) -> None:
     """Run the Polygraphy commands without their GPU options; the commands of trtexec have the same shapes."""
     bundle = open_bundle(float_scenes_bundle)
-    inputs = write_device_graph(bundle, "drafter", profiles(bundle.manifest, "drafter", RTX_OPTIONS), tmp_path)
-    assert inputs is not None
-    lines = format_build_commands("tensorrt-rtx", bundle, "drafter", inputs, RTX_OPTIONS.compute_capabilities, tmp_path)
-    polygraphy_line, trtexec_line = map(shlex.split, lines)
+    engine_folder = tmp_path / "engines"
+    engine_folder.mkdir()
+    lines = [
+        line
+        for role, _, inputs in write_engine_graphs(bundle, RTX_OPTIONS, engine_folder)
+        for line in format_build_commands(RTX, bundle, role, inputs, RTX_OPTIONS.compute_capabilities, engine_folder)
+    ]
+    assert len(lines) == 2 * 3
+    polygraphy_line, trtexec_line = map(shlex.split, lines[2:4])
     assert polygraphy_line[:4] == ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", "polygraphy", "run"]
     arguments = [word for word in polygraphy_line[4:] if word != "--trt"]
     assert run_polygraphy("run", *arguments) == 0
     arguments.remove("--onnxrt")
     arguments[arguments.index("--save-engine")] = "--output"
     assert run_polygraphy("convert", *arguments, "--convert-to", "trt") == 0
-    assert (tmp_path / "drafter.plan").stat().st_size > bundle.manifest.files["drafter.data"].bytes
+    assert (engine_folder / "drafter.plan").stat().st_size > bundle.manifest.files["drafter.data"].bytes
     max_shapes = [word for word in trtexec_line if word.startswith("--maxShapes=")]
     assert ",".join(max_shapes).count("token_ids:2x24,") == 1

@@ -15,6 +15,7 @@ from tiny_bundle import make_order_bundle
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.prepared import compute_prefixes
+from lantern_rt.subjects.class_ids import ClassId
 
 pytest.importorskip("safetensors")
 
@@ -30,7 +31,7 @@ from lantern_rt.train.drafter.shards import (
 )
 from lantern_rt.train.drafter.target import read_head_training_target, read_training_target
 
-CLASSES = Prompts("class_ids", [3, 1, 4])
+CLASSES = Prompts(ClassId, [3, 1, 4])
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_shards_of_other_prompts_are_rejected(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(pipeline, tmp_path)
-    error = catch_error(OutputError, write_shards, pipeline, tmp_path, prompts=Prompts("class_ids", [3, 2]))
+    error = catch_error(OutputError, write_shards, pipeline, tmp_path, prompts=Prompts(ClassId, [3, 2]))
     assert error.field == str(get_shard_path(tmp_path, 0))
     get_shard_path(tmp_path, 0).unlink()
     get_shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")

@@ -17,6 +17,9 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.inputs import make_install_command
 from lantern_rt.prepared import compute_prefixes
+from lantern_rt.subjects.class_ids import ClassId
+from lantern_rt.subjects.embeddings import Embedding
+from lantern_rt.subjects.text import Text
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
@@ -71,7 +74,7 @@ def test_a_trained_drafter_gives_the_images_of_plain_decoding(
     export += ["--config", str(DATA / "llamagen-c2i/config.json"), "--drafter", str(tmp_path / "drafter")]
     assert run_program(["export", *export, "--output", str(tmp_path / "bundle")]) == 0
     with Pipeline.from_bundle(tmp_path / "bundle", threads=1) as pipeline:
-        request = Prompts("class_ids", list(range(10))).request(0, 10)
+        request = Prompts(ClassId, list(range(10))).request(0, 10)
         expected, result = (pipeline(**request, method=method) for method in ("ar", "eagle:tree=balanced-25"))
         np.testing.assert_array_equal(result.codes, expected.codes)
         assert result.stats.tokens_per_forward_pass > 1.25
@@ -134,7 +137,7 @@ def make_caption_embeddings(bundle: Path) -> Prompts:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((2, condition.prefix, condition.caption_dim or 0)).astype(np.float32)
     masks = np.arange(condition.prefix) < np.array([[3], [condition.prefix]])
-    return Prompts("embeddings", list(zip(rows, masks, strict=True)))
+    return Prompts(Embedding, list(zip(rows, masks, strict=True)))
 
 
 @pytest.mark.parametrize("name", ["t2i_bundle", "anole_bundle"])
@@ -144,7 +147,7 @@ def test_training_batches_have_the_same_prefixes_as_decoding(
     """Compare the first image slot and the prefix tokens of a batch with the prefixes of the pipeline."""
     bundle = request.getfixturevalue(name)
     pipeline = Pipeline.from_bundle(bundle, threads=1)
-    texts = Prompts("prompts", ["a dog", "some long cat on a mat"])
+    texts = Prompts(Text, ["a dog", "some long cat on a mat"])
     prompts = make_caption_embeddings(bundle) if name == "t2i_bundle" else texts
     list(generate_shards(pipeline, prompts, 4, tmp_path / "data", ignore_progress, images_per_shard=2))
     target = read_training_target(pipeline.bundle)

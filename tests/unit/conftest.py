@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from lantern_rt.methods import METHODS, METHODS_BY_PARAMETER
+from lantern_rt.runtime.drafters import DRAFTERS
 
 # Many property tests enumerate all outcomes of an example, which may take longer than the default limit of 200 ms.
 settings.register_profile("without-deadline", deadline=None, max_examples=60)
@@ -28,6 +32,17 @@ def system_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     monkeypatch.setattr(Path, "read_text", read_text)
     return files
+
+
+@pytest.fixture
+def own_methods() -> Iterator[None]:
+    """Remove the methods that a test registers."""
+    tables: tuple[dict[Any, Any], ...] = (METHODS, METHODS_BY_PARAMETER, DRAFTERS)
+    originals = [{**table} for table in tables]
+    yield
+    for table, original in zip(tables, originals, strict=True):
+        table.clear()
+        table.update(original)
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ import lantern_rt
 # From low to high: a module imports only from its layer and lower layers.
 LAYERS = (
     ("errors", "version"),
-    ("inputs", "methods", "options"),
-    ("runtime", "bundle", "text", "output"),
-    ("completion", "engines", "edits", "sources", "requests", "prompts"),
+    ("hints", "inputs", "methods", "options"),
+    ("runtime", "bundle", "text", "subjects", "output"),
+    ("completion", "engines", "requests"),
     ("export",),
-    ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published"),
+    ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published", "model_names"),
     ("pipeline",),
     ("asynchronous", "service"),
     ("serve", "compare", "train"),

@@ -222,8 +222,8 @@ def test_edits_of_two_callers_alternate_and_delay_no_text_request(
             await asyncio.gather(closing, *waiting)
             assert "busy pipeline" in order, "waiting edits are rejected without reading their images"
 
-    monkeypatch.setattr("lantern_rt.edits.read_image", make_rejecting_reader(unpacking, proceed))
-    monkeypatch.setattr("lantern_rt.requests.read_image", make_rejecting_reader(unpacking, proceed))
+    monkeypatch.setattr("lantern_rt.subjects.image_input.check_supports_edits", lambda manifest: None)
+    monkeypatch.setattr("lantern_rt.subjects.image_input.read_image", make_rejecting_reader(unpacking, proceed))
     run_in_new_loop(main())
 
 
@@ -242,8 +242,8 @@ def test_edits_from_several_event_loops_are_checked_in_turn(pipe: Pipeline, monk
         proceed.set()
         await asyncio.gather(*edits)
 
-    monkeypatch.setattr("lantern_rt.edits.read_image", make_rejecting_reader(unpacking, proceed))
-    monkeypatch.setattr("lantern_rt.requests.read_image", make_rejecting_reader(unpacking, proceed))
+    monkeypatch.setattr("lantern_rt.subjects.image_input.check_supports_edits", lambda manifest: None)
+    monkeypatch.setattr("lantern_rt.subjects.image_input.read_image", make_rejecting_reader(unpacking, proceed))
     with ThreadPoolExecutor(1) as threads:
         first_edit = threads.submit(run_in_new_loop, edit())
         assert unpacking.wait(60)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from guided_logits import make_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import (
@@ -20,8 +21,8 @@ from toy_engine import (
     collect_codes,
     compute_likelihood,
     decode,
-    make_decode_settings,
     make_model,
+    make_plan,
     make_prompt,
 )
 
@@ -42,7 +43,7 @@ from lantern_rt.runtime.device import DeviceLogits, SamplingRequest
 from lantern_rt.runtime.drafting import SequenceStep
 from lantern_rt.runtime.engine import Floats, Ints, PassInput, PassOutput
 from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
-from lantern_rt.runtime.sampling import apply_guidance, find_top_codes, process_logits
+from lantern_rt.runtime.sampling import find_top_codes
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
 VOCABULARY = 5
@@ -136,10 +137,10 @@ class BatchQueue:
 
 
 def add_request(queue: BatchQueue, number: int, request: TimedRequest) -> ImageSequence:
-    settings = make_decode_settings(make_batch_model().image, request.sampling, request.method)
+    plan = make_plan(make_batch_model().image, request.sampling, request.method)
     sequence = ImageSequence(
         number,
-        replace(settings, adaptive_window=bool(number % 2)),
+        replace(plan, adaptive_window=bool(number % 2)),
         make_padded_prompt(request.prompt_id),
         request.prompt_id,
     )
@@ -257,8 +258,9 @@ class SampledByDevice(DeviceLogits):
     def sample_top_codes(self, requests: Sequence[SamplingRequest], count: int) -> list[tuple[Ints, Floats]]:
         best = []
         for rows, nodes, sampling, noise, positions, scales in requests:
-            logits = self.logits[np.arange(rows.start, rows.stop)[:, None], nodes]
-            values = process_logits(apply_guidance(logits, scales) if len(logits) == 2 else logits[0], sampling)
+            conditional, unconditional = self.logits[rows, nodes]
+            mixed = unconditional + scales[:, None] * (conditional - unconditional)
+            values = make_sampler(sampling).process(np.where((rows[0] == rows[1])[:, None], conditional, mixed))
             if noise is not None:
                 values = values + np.concatenate([noise.gumbel(p, 1, VOCABULARY) for p in positions.tolist()])
             best.append(find_top_codes(values, count))

@@ -48,6 +48,8 @@ def test_bench_reports_consistent_figures_for_each_method(
         assert sum(row["share"].values()) == pytest.approx(1)
         assert row["tokens_per_second"] == pytest.approx(36 * row["images_per_second"])
         assert len(row["speed_ups"]) == 3
+        low, high = row["speed_up_interval"].values()
+        assert min(row["speed_ups"]) <= low <= row["speed_up"] <= high <= max(row["speed_ups"])
         assert row["exact"] == (row["method"] not in ("rows", "lantern", "lantern++"))
     assert (rows["ar"]["speed_up"], rows["ar"]["nll_ratio"], rows["ar"]["tokens_per_forward_pass"]) == (1, 1, 1)
     low, high = rows["sjd"]["tokens_per_forward_pass_interval"].values()
@@ -78,7 +80,7 @@ def test_the_bench_table_fits_into_80_characters(
     title, heading, *rows = capsys.readouterr().out.splitlines()
     assert "plain" not in title
     assert heading.split() == ["method", "images/s", "speed-up", "tokens", "per", "pass", "exact"]
-    assert [line.split()[::4] for line in rows[:2]] == [["ar", "yes"], ["rows:window=3", "no"]]
+    assert [line.split()[:: len(line.split()) - 1] for line in rows[:2]] == [["ar", "yes"], ["rows:window=3", "no"]]
     assert max(len(line.rstrip()) for line in (heading, *rows[:2])) <= 80
     assert rows[2].startswith("3 turns, batch size 2")
     assert rows[3] == "fastest exact method: ar (1.00); select it with --method ar"
@@ -93,7 +95,7 @@ def test_the_bench_table_fits_into_80_characters(
     )
     assert 0 < float(rows_row["share.target"]) < 1
     assert run_program([*arguments[:-2], "--quality", "strict"]) == 0
-    assert capsys.readouterr().out.splitlines()[3].split()[::4] == ["strict", "yes"]
+    assert capsys.readouterr().out.splitlines()[3].split()[0] == "strict"
 
 
 def test_a_table_shows_a_dash_in_place_of_a_missing_value(capsys: pytest.CaptureFixture[str]) -> None:

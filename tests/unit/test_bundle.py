@@ -20,7 +20,7 @@ from tiny_bundle import CODES, NUM_NEIGHBORS, WIDTH
 
 from lantern_rt.bundle import files as bundle_module
 from lantern_rt.bundle.files import GRAPHS, open_bundle
-from lantern_rt.bundle.manifest import FORMAT_VERSION
+from lantern_rt.bundle.manifest import FORMAT_VERSION, Manifest
 from lantern_rt.bundle.onnx_scan import list_external_files
 from lantern_rt.errors import BundleError
 
@@ -230,6 +230,15 @@ def test_manifest_fields_that_contradict_each_other_are_rejected(
     assert expected in get_error_message(folder)
     change_manifest(folder, **{**changes, "image_width": 24, "sizes": [SQUARE_SIZE, WIDE_SIZE]})
     assert open_bundle(folder).manifest.size("36x12").tokens == (8,)
+
+
+def test_an_embedded_manifest_is_written_with_the_same_bytes_until_it_sets_min_p() -> None:
+    bundle = open_bundle("scenes")
+    manifest = bundle.manifest
+    text = manifest.model_dump_json(indent=2) + "\n"
+    assert hashlib.sha256(text.encode()).hexdigest() == bundle.digest
+    changed = manifest.model_copy(update={"sampling": manifest.sampling.model_copy(update={"min_p": 0.1})})
+    assert Manifest.model_validate_json(changed.model_dump_json()) == changed
 
 
 def test_an_unknown_field_of_a_newer_format_asks_for_an_upgrade(folder: Path) -> None:

@@ -19,9 +19,13 @@ import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
 from lantern_rt.inputs import make_install_command
+from lantern_rt.output.formats import IMAGE_FORMATS, find_format
 from lantern_rt.output.names import choose_output_paths, make_slug
 from lantern_rt.text.words import ANY_WORDS
 
+Image.init()
+# Before 11.3, and on some platforms, Pillow has no AVIF.
+INSTALLED_FORMATS = [each for each in IMAGE_FORMATS.values() if each.name.upper() in Image.SAVE]
 STATS_KEYS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
               "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
 
@@ -103,6 +107,28 @@ def test_an_existing_image_is_not_generated_again(
     assert program(*command, "--method", "rows", "--count", 1)[1] == first_line
 
 
+@pytest.mark.parametrize("suffix", [suffix for each in INSTALLED_FORMATS for suffix in each.suffixes])
+def test_the_ending_of_the_output_selects_the_format(program: Any, words_bundle: Path, suffix: str) -> None:
+    command = ("run", words_bundle, "red cube", "--seed", 0, "--scale", 2, "--output", f"cube{suffix.upper()}")
+    code, out, err = program(*command)
+    assert (code, out) == (0, f"cube{suffix.upper()}\n"), err
+    with Image.open(out.strip()) as image:
+        assert image.format is not None
+        assert (image.format.lower(), image.size) == (find_format(Path(suffix[1:] + suffix)).name, (48, 48))
+    code, out, err = program(*command)  # only PNG files show that they hold the image
+    assert (code, "none; give another name, or --force" in err) == ((0, False) if suffix == ".png" else (2, True))
+
+
+def test_a_format_without_its_codec_is_rejected(
+    program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(Image.SAVE, "AVIF", raising=False)
+    monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
+    code, _, err = program("run", words_bundle, "red cube", "--output", "cube.avif")
+    assert (code, err.count("\n")) == (2, 1)
+    assert re.search(r"cube\.avif: Pillow [\d.]+ is installed without AVIF; use png, or", err)
+
+
 def test_run_accepts_prompts_as_options(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     assert (
         program("run", words_bundle, "--prompt", "red cube", "--prompt", "green", "--method", "ar", "--seed", 0)[0] == 0
@@ -140,7 +166,7 @@ def test_an_argument_beside_a_prompt_option_is_a_missing_bundle(
 ) -> None:
     assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
     code, _, err = program("run", "bundels/none", subject, value)
-    assert (code, err.startswith("lantern-rt: bundle 'bundels/none': found neither a folder")) == (2, True), err
+    assert (code, err.startswith("lantern-rt: bundels/none: neither a folder nor the repository")) == (2, True), err
 
 
 @pytest.mark.parametrize(
@@ -169,7 +195,15 @@ def test_an_argument_beside_a_prompt_option_is_a_missing_bundle(
         (["red", "--output", "there.png"], "there.png: found a file, expected none; .*--force"),
         (["red", "--output", "x" * 300], "x+: cannot be written"),
         (["red", "--trace", "x" * 300 + ".npz"], "x+.npz: cannot be written"),
-        (["red", "--output", "red.jpg"], r"red.jpg: found the ending \.jpg"),
+        (
+            ["red", "--output", "red.gif"],
+            r"red.gif: found the ending \.gif, expected a \.png, \.jpg, .* file or a folder",
+        ),
+        (["red", "--output", "red.npz"], r"red.npz: found the ending \.npz"),
+        (
+            ["red", "--codes", "--output", "red.jpg"],
+            r"red.jpg: found the ending \.jpg, expected a \.npz file or a folder",
+        ),
         (["red", "--output", "no/such/red.png"], "no/such/red.png: found no folder"),
         (["red", "--output", "/proc/red.png"], "/proc/red.png: cannot be written"),
         (["red", "--count", "2", "--output", "a.png"], "a.png: found one file name for 2 images"),
@@ -179,7 +213,9 @@ def test_an_argument_beside_a_prompt_option_is_a_missing_bundle(
             "t.trace.png: is the path of an image and of the trace",
         ),
         (["red", "--count", "x"], "--count: found 'x', expected a whole number; see `lantern-rt run --help`"),
-        (["red", "--colour"], "No such option"),
+        (["red", "--colour"], "--colour: no such option; see `lantern-rt run --help`"),
+        (["red", "--num-inference-steps", "20"], "--num-inference-steps: .*tokens, not steps"),
+        (["red", "--temprature", "1"], ".*did you mean --temperature"),
     ],
 )
 def test_run_rejects_invalid_input_with_one_line(

@@ -7,16 +7,15 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import typer
 from toy_engine import collect_codes, decode, make_model, make_prompt
 
 from lantern_rt.cli.app import app
-from lantern_rt.completion import parse_method
-from lantern_rt.methods import Autoregressive, MethodConfig, Sampling
-from lantern_rt.runtime.drafters import DRAFTERS, DrafterFactory
+from lantern_rt.completion import parse_method, parse_method_config
+from lantern_rt.methods import Autoregressive, Sampling
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -122,8 +121,9 @@ def test_every_command_in_the_docs_has_valid_options(page: Path) -> None:
 
 def read_methods_program(number: int) -> dict[str, Any]:
     """Run a Python block of docs/methods.md and return its names."""
-    names: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```$", METHODS_PAGE, re.MULTILINE | re.DOTALL)[number], names)
+    names: dict[str, Any] = {"__name__": "methods"}
+    source = re.findall(r"^```python\n(.*?)^```$", METHODS_PAGE, re.MULTILINE | re.DOTALL)[number]
+    exec(compile(source, "docs/methods.md", "exec", dont_inherit=True), names)
     return names
 
 
@@ -142,18 +142,14 @@ def test_the_loop_of_the_docs_generates_the_tokens_of_plain_sampling(capsys: pyt
     assert f": {passes} and {names['drafted'][1]}\n" in METHODS_PAGE
 
 
-class RowAbove(MethodConfig):
-    method: Literal["row-above"] = "row-above"
-
-
-def test_the_drafter_of_the_docs_gives_ars_tokens_in_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = read_methods_program(1)["RowAboveDrafter"]
-    make_drafter = DrafterFactory(lambda model, method, timer: drafter(model.max_nodes), lambda method, max_nodes: 5)
-    monkeypatch.setitem(DRAFTERS, RowAbove, make_drafter)
+@pytest.mark.usefixtures("own_methods")
+def test_the_method_of_the_docs_gives_ars_tokens_in_fewer_passes() -> None:
+    row_above = read_methods_program(1)["RowAbove"]()
+    assert parse_method_config("row-above") == row_above
     model = make_model(3, 36, max_logit=3, columns=6)
     plain, drafted = (
         [*decode(model, [make_prompt(1), make_prompt(2)], [1, 2], Sampling(), method)]
-        for method in (Autoregressive(), RowAbove())
+        for method in (Autoregressive(), row_above)
     )
     assert collect_codes(drafted, 2) == collect_codes(plain, 2)
     assert len(drafted) < len(plain) == 36

@@ -17,9 +17,10 @@ from refusals import catch_error
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.bundle.manifest import Manifest
-from lantern_rt.edits import ImageEdit, prepare_edit, read_image, read_image_size
-from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
+from lantern_rt.subjects.edited_image import ImageEdit, prepare_edit
+from lantern_rt.subjects.image_files import read_image, read_image_size
+from lantern_rt.text.tokenizers import load_bundle_tokenizer
 
 IMAGE_SIDE = 256  # pixels
 CELL_SIZE = 16  # pixels
@@ -230,7 +231,11 @@ def test_edit_options_that_contradict_each_other_are_rejected(bundle: Bundle) ->
     wrong_options: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
     for options in wrong_options:
         error = catch_error(
-            RequestError, check_request, bundle.manifest, load_bundle_tokenizer(bundle), "a red cube", **options
+            RequestError,
+            check_request,
+            bundle.manifest,
+            load_bundle_tokenizer(bundle),
+            {"prompts": "a red cube", **options},
         )
         assert error.field == next(iter(options))
 
@@ -254,7 +259,7 @@ def test_sizes_and_prompts_are_checked_before_pixels(bundle: Bundle) -> None:
             check_request,
             bundle.manifest,
             load_bundle_tokenizer(bundle),
-            **{"prompts": "a red cube", **options},
+            {"prompts": "a red cube", **options},
         )
         assert (error.field, message in str(error)) == (field, True), str(error)
 
@@ -282,9 +287,7 @@ def test_an_edit_changes_pixels_only_next_to_regenerated_cells(manifest: Manifes
     marked: NDArray[np.bool_] = np.zeros((IMAGE_SIDE, IMAGE_SIDE), bool)
     marked[96:128, 96:128] = True
     blended = np.asarray(
-        make_edit(manifest, COLOURS, marked).blend_with_original(
-            Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (255, 0, 0))
-        )
+        make_edit(manifest, COLOURS, marked).finish_image(Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (255, 0, 0)))
     )
     assert (blended[marked] == (255, 0, 0)).all()
     near_cells = slice(96 - CELL_SIZE + 1, 128 + CELL_SIZE - 1)

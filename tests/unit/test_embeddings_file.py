@@ -14,7 +14,7 @@ import pytest
 from tiny_bundle import CAPTION, PREFIX
 
 from lantern_rt import Pipeline
-from lantern_rt.text import embeddings as embeddings_module
+from lantern_rt.subjects import embeddings as embeddings_module
 
 
 def make_random_embeddings(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lantern_rt.compare.prompts import Prompts
 from lantern_rt.compare.report import COLUMNS
 from lantern_rt.compare.statistics import Floats, compute_frechet_distance, fit_gaussian
 from lantern_rt.compare.turns import ComparedMethod, parse_methods
+from lantern_rt.subjects.text import Text
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
 AR_METHOD = ComparedMethod("ar", {"method": "ar"})
@@ -60,7 +61,7 @@ def read_report(folder: str = "eval-tiny") -> dict[str, Any]:
 
 
 def test_evaluated_images_depend_only_on_prompt_and_seed(pipeline: Pipeline) -> None:
-    prompts = Prompts("prompts", PROMPTS[:2])
+    prompts = Prompts(Text, PROMPTS[:2])
     _, images_by_method = evaluate_methods(
         pipeline, prompts, 6, [AR_METHOD], ignore_progress, EncoderFeatureModel(pipeline.bundle, 1)
     )
@@ -74,7 +75,7 @@ def test_evaluated_images_depend_only_on_prompt_and_seed(pipeline: Pipeline) -> 
 
 def test_figures_agree_with_the_pipelines_statistics(pipeline: Pipeline) -> None:
     methods = parse_methods(["lantern++:lambda=4"], {}, pipeline.bundle)
-    report, _ = evaluate_methods(pipeline, Prompts("prompts", PROMPTS[:2]), 2, methods, ignore_progress)
+    report, _ = evaluate_methods(pipeline, Prompts(Text, PROMPTS[:2]), 2, methods, ignore_progress)
     figures = {name: figure["value"] for name, figure in report["methods"][1]["figures"].items()}
     seeds: dict[str, Any] = {"seed": [0, 2], "num_images": 2}
     relaxed = pipeline(PROMPTS[:2], **seeds, method="lantern++:lambda=4")
@@ -102,7 +103,7 @@ def test_agreement_is_measured_for_every_image_and_prompt(
     )
     monkeypatch.setattr(PromptAgreementModel, "__call__", record_images)
     methods = parse_methods(["rows", "sjd"], {}, pipeline.bundle)
-    prompts = Prompts("prompts", PROMPTS[:2])
+    prompts = Prompts(Text, PROMPTS[:2])
     report, _ = evaluate_methods(pipeline, prompts, 2, methods, ignore_progress, agreement_model=agreement_model)
     expected = [
         (pipeline(prompt, seed=2 * i + k, method=method).images[0].tobytes(), prompt)

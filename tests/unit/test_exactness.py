@@ -88,6 +88,7 @@ SAMPLINGS = {
     "default": Sampling(),
     "temperature 1.3, top-k 2, penalty": Sampling(temperature=1.3, top_k=2, repetition_penalty=1.5),
     "guided, temperature 1.4, top-p 0.9": Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
+    "guided, min-p 0.4": Sampling(cfg_scale=1.5, min_p=0.4),
     "guided with a linear schedule": Sampling(cfg_scale=4.0, cfg_schedule="linear"),
     "guided for two tokens": Sampling(cfg_scale=3.0, cfg_tokens=2),
     "guided for a quarter, penalty": Sampling(cfg_scale=2.0, cfg_tokens="25%", repetition_penalty=1.5),
@@ -103,6 +104,7 @@ CASES = [
     ("ar", "default"),
     ("ar", "guided with a linear schedule"),
     ("ar", "guided for a quarter, penalty"),
+    ("by rejection, static tree", "guided, min-p 0.4"),
     ("by rejection, static tree", "guided, temperature 1.4, top-p 0.9"),
     ("by rejection, dynamic tree", "temperature 1.3, top-k 2, penalty"),
     ("by rejection, window 2", "guided for two tokens"),
@@ -147,6 +149,7 @@ def test_images_of_200_000_seeds_have_the_joint_distribution(
     cfg_tokens=st.sampled_from([None, 0, 1, 5, 15, 16, "50%"]),
     top_k=st.sampled_from([0, 1, 5]),
     top_p=st.sampled_from([1.0, 0.8, 0.3]),
+    min_p=st.sampled_from([None, 0.1, 0.7]),
 )
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 def test_every_exact_method_generates_the_tokens_of_ar(
@@ -158,8 +161,11 @@ def test_every_exact_method_generates_the_tokens_of_ar(
     cfg_tokens: int | str | None,
     top_k: int,
     top_p: float,
+    min_p: float | None,
 ) -> None:
-    sampling = Sampling(cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(
+        cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
     model = make_model(9, 16, seed=table, agreement=agreement)
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]

@@ -1,35 +1,60 @@
-"""Sampling settings and methods that are declared once are available in Python, on the command line and over HTTP."""
+"""What is added once (methods, sampling settings, inputs) works in Python, on the command line and over HTTP."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from refusals import expect_error
 from typer.main import get_command
 
 import lantern_rt.methods
+from lantern_rt import Pipeline, RequestError, register_method
 from lantern_rt.cli.app import app
-from lantern_rt.methods import SAMPLING, Sampling
+from lantern_rt.completion import list_supported_methods
+from lantern_rt.methods import METHODS, METHODS_BY_PARAMETER, SAMPLING, Autoregressive, MethodConfig, Sampling
 from lantern_rt.options import GenerationOptions
+from lantern_rt.output.recipe import read_recipe
+from lantern_rt.runtime.drafters import DRAFTERS
 
 ROOT = Path(__file__).parents[2]
-# Source text and replacement, by file. The replacements add the method `toy` and the sampling setting `gain`.
-SOURCE_CHANGES = {
-    "lantern_rt/methods.py": [
-        (
-            "# Every method, by its name",
-            """class Toy(MethodConfig):
-    method: Literal["toy"] = "toy"
+# Cell of a notebook that adds a method, whose drafter repeats the last token.
+CELL = """
+from typing import Annotated, Literal
+from pydantic import Field
+from lantern_rt import register_method
+from lantern_rt.methods import MethodConfig
+from lantern_rt.runtime.drafters import DrafterFactory
+from lantern_rt.runtime.tree_drafts import TreeDrafter, make_chain
+
+class Repeat(MethodConfig):
+    method: Literal["repeat"] = "repeat"
     length: Annotated[int, Field(ge=1, le=9)] = 2
 
+class RepeatDrafter(TreeDrafter):
+    def __init__(self, max_nodes, length):
+        super().__init__(max_nodes)
+        self.length = length
 
-# Every method, by its name""",
-        ),
-        ("RowParallel, GroupDecoding)", "RowParallel, GroupDecoding, Toy)"),
+    def draft_tree(self, sequence):
+        count = min(self.length, sequence.count_codes_until_preserved() - 1)
+        return make_chain(sequence.codes[-1:] * (1 + count))
+
+def make_drafter(model, method, timer):
+    return RepeatDrafter(model.max_nodes, method.length)
+
+FACTORY = DrafterFactory(make_drafter, lambda method, max_nodes: 1 + method.length)
+register_method(Repeat, FACTORY)
+"""
+# Source text and replacement, by file. The replacements add the sampling setting `gain`.
+SOURCE_CHANGES = {
+    "lantern_rt/methods.py": [
         (
             "    top_k: Annotated",
             """    gain: Annotated[
@@ -39,23 +64,60 @@ SOURCE_CHANGES = {
         ),
     ],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
-    "lantern_rt/runtime/drafters.py": [
-        ("RowParallel, SpeculativeJacobi, ", "RowParallel, SpeculativeJacobi, Toy, "),
+    "lantern_rt/runtime/sampler.py": [
         (
-            "    Autoregressive: ",
-            """    Toy: DrafterFactory(_make_window_drafter, lambda method, max_nodes: 1 + method.length),
-    Autoregressive: """,
-        ),
-    ],
-    "lantern_rt/runtime/sampling.py": [
-        (
-            "    return logits if sampling.temperature in",
-            """    logits = logits if sampling.gain is None else logits * np.float32(sampling.gain)
-    return logits if sampling.temperature in""",
+            "        temperature = self.sampling.temperature",
+            """        logits = logits if self.sampling.gain is None else logits * np.float32(self.sampling.gain)
+        temperature = self.sampling.temperature""",
         )
     ],
 }
-TOY_PROGRAM = """
+# These changes add the input `place`, a text whose row replaces the conditional row.
+INPUT_CHANGES = {
+    "lantern_rt/subjects/place.py": [
+        (
+            "",
+            """from dataclasses import dataclass
+from .base import Option, Part, PartInput, Row, Words
+from .text import make_text_prefix
+
+
+@dataclass
+class Place(Part):
+    text: str
+    row: Row
+
+    def change_prefix(self, prefix):
+        return prefix._replace(cond=self.row)
+
+    @property
+    def record(self):
+        return {"place": self.text}
+
+
+@dataclass
+class PlaceInput(PartInput):
+    words = (Words("place", "place", "place", Option("place", str, "TEXT", "Place."), json_type=str),)
+    text: str
+
+    @classmethod
+    def read(cls, inputs, manifest):
+        return cls(inputs["place"])
+
+    def finish(self, context):
+        return Place(self.text, make_text_prefix(self.text, "place", context).cond)
+""",
+        )
+    ],
+    "lantern_rt/subjects/table.py": [
+        ("from .embeddings import Embedding\n", "from .embeddings import Embedding\nfrom .place import PlaceInput\n"),
+        ("(NegativePromptInput, ", "(PlaceInput, NegativePromptInput, "),
+    ],
+    "lantern_rt/options.py": [
+        ("    negative_prompt: str | None", "    place: str | None\n    negative_prompt: str | None")
+    ],
+}
+GAIN_PROGRAM = """
 import sys
 from pathlib import Path
 from lantern_rt import Pipeline
@@ -64,20 +126,140 @@ from lantern_rt.serve.protocol import ImagesRequest
 
 bundle = sys.argv[1]
 pipe = Pipeline.from_bundle(bundle, threads=1)
-body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "method": "toy:length=3", "gain": 0.25}')
+body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "gain": 0.25}')
 options = body.make_pipeline_options()
-default_options = {"prompts": "red cube", "seed": 1, "method": "ar"}
-toy_codes, ar_codes, default_codes = (
-    pipe(**changed).codes[0].tolist() for changed in (options, options | {"method": "ar"}, default_options)
-)
-assert toy_codes == ar_codes != default_codes
+codes, default_codes = (pipe(**changed).codes[0].tolist() for changed in (options, options | {"gain": None}))
+assert codes != default_codes
 command = ["run", "--threads", "1", bundle]
-assert run_program([*command, "red cube", "--seed=1", "--method=toy:length=3", "--gain=0.25", "--output=a.png"]) == 0
+assert run_program([*command, "red cube", "--seed=1", "--gain=0.25", "--output=a.png"]) == 0
 assert run_program([*command, "--from", "a.png", "--output", "b.png"]) == 0
 assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
 assert run_program([*command, "red cube", "--gain=0", "--output=c.png"]) == 2
-assert run_program([*command, "red cube", "--method=toy:length=10", "--output=c.png"]) == 2
 """
+
+TOY_INPUT_PROGRAM = """
+import sys
+from pathlib import Path
+from lantern_rt import Pipeline
+from lantern_rt.cli.main import run_program
+from lantern_rt.serve.protocol import ImagesRequest
+
+bundle = sys.argv[1]
+pipe = Pipeline.from_bundle(bundle, threads=1)
+body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "place": "green sphere", "cfg_scale": 1}')
+result = pipe(**body.make_pipeline_options())
+assert result.codes[0].tolist() == pipe("green sphere", seed=1, cfg_scale=1).codes[0].tolist()
+assert result.images[0].info["place"] == "green sphere"
+command = ["run", "--threads", "1", bundle]
+assert run_program([*command, "red cube", "--seed=1", "--place=green sphere", "--output=a.png"]) == 0
+assert run_program([*command, "--from", "a.png", "--output", "b.png"]) == 0
+assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+assert run_program([*command, "red cube", "--place=a purple one", "--output=c.png"]) == 2
+"""
+
+
+def run_cell() -> dict[str, Any]:
+    """Run the cell as a notebook does, and return its names."""
+    names: dict[str, Any] = {"__name__": "notebook"}
+    exec(compile(CELL, "cell", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_a_registered_method_works_like_a_built_in_method(
+    program: Any, words_bundle: Path, tmp_path: Path, pipe: Pipeline
+) -> None:
+    protocol = pytest.importorskip("lantern_rt.serve.protocol", reason="needs the extra `serve`")
+    method = run_cell()["Repeat"](length=3)
+    body = protocol.ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "method": "repeat:length=3"}')
+    options = body.make_pipeline_options()
+    result = pipe(**options)
+    assert result.settings.method == method
+    trees = [step.parts[0].tree for step in pipe.stream(**options)]
+    assert max(tree.num_nodes for tree in trees if tree is not None) == 1 + method.length
+    codes = [pipe(**options | {"method": each}).codes[0].tolist() for each in (method, "repeat", "ar")]
+    assert codes == [result.codes[0].tolist()] * 3
+    assert "repeat" in list_supported_methods(pipe.bundle.manifest, METHODS)
+    command = ("run", words_bundle, "--threads", 1)
+    assert program(*command, "red cube", "--seed", 1, "--method", str(method), "--output", "a.png")[0] == 0
+    assert read_recipe(Path("a.png")).method == "repeat"
+    assert program(*command, "--from", "a.png", "--output", "b.png")[0] == 0
+    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+    code, _, err = program(*command, "red cube", "--method", "repeat:length=10", "--output", "c.png")
+    assert (code, "length: found 10" in err) == (2, True)
+    Path("prompts.txt").write_text("red cube")
+    bench = ("bench", words_bundle, "--method", "ar", "--method", "repeat", "--prompts", "prompts.txt", "--json")
+    code, out, _ = program(*bench, "--count", 3, "--threads", 1)
+    assert (code, [row["method"] for row in json.loads(out)["rows"]]) == (0, ["ar", "repeat"])
+    code, _, err = program("eval", words_bundle, "--method", "repeat:length=3", "--write-presets")
+    assert (code, "repeat:length=3: is registered in this process only" in err) == (2, True)
+
+
+def test_the_help_of_the_program_names_a_registered_method() -> None:
+    program = f"{CELL}\nfrom lantern_rt.cli.main import run_program\nrun_program(['run', '--help'])"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "groups, repeat." in " ".join(process.stdout.split())
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_a_method_is_used_only_as_it_was_registered_last(pipe: Pipeline) -> None:
+    first = run_cell()["Repeat"]
+    second = run_cell()["Repeat"]
+    assert METHODS["repeat"] is second
+    assert METHODS_BY_PARAMETER["length"] == ["repeat"]
+    assert (first in DRAFTERS, second in DRAFTERS) == (False, True)
+    assert pipe("red cube", method=second()).codes[0].size == 36
+    with expect_error(RequestError, "method: Repeat is not registered; call lantern_rt.register_method"):
+        pipe("red cube", method=first())
+
+
+class NoName(MethodConfig):
+    pass
+
+
+class LongName(MethodConfig):
+    method: Literal["my method"] = "my method"
+
+
+class OtherSjd(MethodConfig):
+    method: Literal["sjd"] = "sjd"
+
+
+class NoDefault(MethodConfig):
+    method: Literal["mine"] = "mine"
+    length: int
+
+
+class TakenParameter(MethodConfig):
+    method: Literal["mine"] = "mine"
+    top_k: int = 3
+
+
+@pytest.mark.parametrize(
+    ("method_class", "words"),
+    [
+        (Sampling, "method_class: found"),
+        ("mine", "method_class: found 'mine', expected a subclass of MethodConfig"),
+        (NoName, 'NoName.method: expected Literal["NAME"] = "NAME"'),
+        (LongName, "LongName.method: expected"),
+        (OtherSjd, "method sjd: is the name of lantern_rt.methods.SpeculativeJacobi; give"),
+        (Autoregressive, "method ar: is the name of lantern_rt.methods.Autoregressive; give"),
+        (NoDefault, "NoDefault.length: has no default"),
+        (TakenParameter, "TakenParameter.top_k: is the name of another setting"),
+    ],
+)
+def test_a_wrong_method_is_not_registered(method_class: Any, words: str) -> None:
+    known = {**METHODS}
+    with expect_error(RequestError, words):
+        register_method(method_class, DRAFTERS[Autoregressive])
+    assert known == METHODS
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_a_method_without_a_factory_is_not_registered() -> None:
+    names = run_cell()
+    with expect_error(RequestError, "factory: found", "expected a DrafterFactory"):
+        register_method(names["Repeat"], names["RepeatDrafter"])
 
 
 def test_options_have_the_types_of_the_sampling_settings() -> None:
@@ -95,7 +277,7 @@ def test_command_line_and_http_accept_every_sampling_setting() -> None:
     for name, field in SAMPLING.items():
         assert help_texts[name].startswith(field.description)
         assert protocol.ImagesRequest.model_fields[name].description == field.description
-    body = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
+    body = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
     assert protocol.ImagesRequest.model_validate(body).make_pipeline_options() == body
 
 
@@ -106,19 +288,32 @@ def test_the_runtime_reads_every_sampling_setting() -> None:
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
 
 
-def test_a_method_changes_two_files_and_a_setting_three(words_bundle: Path, tmp_path: Path) -> None:
-    for folder in ("lantern_rt", "runtime", "engines"):
-        copy = tmp_path / "lantern_rt" / folder.removeprefix("lantern_rt")
-        shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))
-    for name, changes in SOURCE_CHANGES.items():
+def run_with_changes(folder: Path, source_changes: dict[str, list[tuple[str, str]]], program: str, bundle: Path) -> str:
+    """Run a program with a copy of the package in which some files are changed; return what it writes to stderr."""
+    for package in ("lantern_rt", "runtime", "engines"):
+        copy = folder / "lantern_rt" / package.removeprefix("lantern_rt")
+        shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))
+    for name, changes in source_changes.items():
         for old_text, new_text in changes:
-            text = (tmp_path / name).read_text("utf-8")
+            text = (folder / name).read_text("utf-8") if (folder / name).exists() else ""
             assert text.count(old_text) == 1
-            (tmp_path / name).write_text(text.replace(old_text, new_text), "utf-8")
-    command = [sys.executable, "-c", TOY_PROGRAM, str(words_bundle)]
+            (folder / name).write_text(text.replace(old_text, new_text), "utf-8")
     process = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+        [sys.executable, "-c", program, str(bundle)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
     )
     assert process.returncode == 0, process.stderr
-    assert "--gain: found 0.0" in process.stderr
-    assert "length: found 10" in process.stderr
+    return process.stderr
+
+
+def test_a_setting_changes_three_files(words_bundle: Path, tmp_path: Path) -> None:
+    errors = run_with_changes(tmp_path, SOURCE_CHANGES, GAIN_PROGRAM, words_bundle)
+    assert "--gain: found 0.0" in errors
+
+
+def test_an_input_changes_two_files_beside_its_own(words_bundle: Path, tmp_path: Path) -> None:
+    errors = run_with_changes(tmp_path, INPUT_CHANGES, TOY_INPUT_PROGRAM, words_bundle)
+    assert "--place: found unknown word" in errors

@@ -17,6 +17,7 @@ from scipy.stats import chisquare
 from toy_distributions import compute_naive_distribution
 from toy_engine import AnyOrderTarget, Hashes, ToyCache, ToyModel, compute_likelihood, decode, make_prompt
 
+from lantern_rt.bundle.manifest import Size
 from lantern_rt.methods import GroupDecoding, Sampling
 from lantern_rt.requests import GenerationSettings
 from lantern_rt.results import StreamStepBuilder
@@ -83,10 +84,9 @@ def generate_images(
 ) -> list[list[int]]:
     """Return the tokens of each image in raster order."""
     state = StreamStepBuilder(len(prompts), model.num_codes)
+    settings = GenerationSettings(GroupDecoding(), sampling, Size(name="8x8", rows=4, columns=4))
     for step in decode(model, prompts, seeds, sampling, GroupDecoding()):
-        view = state.add_step(
-            step, GenerationSettings(GroupDecoding(), sampling), lambda i, codes: Image.new("RGB", (8, 8))
-        )
+        view = state.add_step(step, settings, lambda i, codes: Image.new("RGB", (8, 8)))
         assert view.done == sum(int((cells >= 0).sum()) for cells in view.cells)
     return [codes.tolist() for codes in view.codes]
 

@@ -173,7 +173,7 @@ def test_an_onnxruntime_that_needs_proc_names_the_remedy(monkeypatch: pytest.Mon
         raise RuntimeError(f"{'FAIL : ' * 99}Secure opened-file canonicalization requires procfs at /proc/self/fd/6")
 
     monkeypatch.setattr(import_onnxruntime(), "InferenceSession", fail)
-    assert catch_error(EngineError, load_session, b"", 1, "cpu").remedy == "mount /proc"
+    assert catch_error(EngineError, load_session, Path("graph.onnx"), 1, "cpu").remedy == "mount /proc"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from toy_engine import (
     ToyTarget,
     collect_codes,
     decode,
-    make_decode_settings,
     make_model,
+    make_plan,
     make_prompt,
     make_target_output,
 )
@@ -36,8 +36,9 @@ from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 from lantern_rt.runtime.jacobi import JacobiWindow
+from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.raster import RasterLayout, TwoGridLayout
-from lantern_rt.runtime.sampling import compute_distribution
+from lantern_rt.runtime.sampler import Sampler
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
@@ -63,16 +64,16 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
         position = int(target.next_code_indices[node])
         return int(script.choose_below(position, float(target.distribution(node)[1])))
 
-    def perturb_logits(
-        state: DraftHeadState, position: int, logits: NDArray[np.float32], add_noise: bool = True
+    def score(
+        sampler: Sampler, logits: NDArray[np.float32], code_index: int, noise: Noise | None
     ) -> NDArray[np.float64]:
-        q = compute_distribution(logits, state.sequence.sampling)
-        chooses_second = [script.choose_below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
+        q = sampler.compute_distribution(logits)
+        chooses_second = [script.choose_below(code_index, float(row[1])) if noise else row[1] > row[0] for row in q]
         return np.where(q > 0, np.array([[not is_second, is_second] for is_second in chooses_second], float), -np.inf)
 
     for name in ("choose_token", "choose_token_without_recompute"):
         patch.setattr(TargetOutput, name, choose_token)
-    patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
+    patch.setattr(Sampler, "score", score)
     patch.setattr(TargetOutput, "acceptance_rng", lambda target, node: script)
     patch.setattr(acceptance, "sample_code", script.sample_code)
 
@@ -332,7 +333,7 @@ def test_draft_heads_correct_drafts_after_a_new_token() -> None:
     heads = DraftHeads(identity, 0 * identity, np.full(codes, 9.0), after, identity, states, later, 0 * identity[0])
     sequence = ImageSequence(
         0,
-        make_decode_settings(RasterLayout(20, 3), Sampling(temperature=0), SpeculativeJacobi(window=4)),
+        make_plan(RasterLayout(20, 3), Sampling(temperature=0), SpeculativeJacobi(window=4)),
         make_prompt(1),
         0,
     )
@@ -346,7 +347,7 @@ def test_draft_heads_correct_drafts_after_a_new_token() -> None:
     state = DraftHeadState(sequence, heads)
     state.update(CommittedTokens(sequence, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
     # Expected: the token 10, the successors of 10 and 11, the target's token, and the draft of a new position.
-    assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10]
+    assert state.draft(None).tokens.tolist() == [10, 11, 0, 8, 10]
     assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
 
 
@@ -355,7 +356,7 @@ def test_draft_heads_use_the_token_above_in_the_same_grid_only() -> None:
     raster = TwoGridLayout(10, 3, first_grid=(2, 2))
     assert [raster.find_code_index_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
     heads = make_random_heads(VOCABULARY, HIDDEN_SIZE)
-    plan = make_decode_settings(raster, Sampling(), SpeculativeJacobi(window=4))
+    plan = make_plan(raster, Sampling(), SpeculativeJacobi(window=4))
     rng = np.random.default_rng(0)
     state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)

@@ -15,8 +15,8 @@ from toy_engine import (
     ToyDrafter,
     collect_codes,
     decode,
-    make_decode_settings,
     make_model,
+    make_plan,
     make_prompt,
     make_raster_layout,
 )
@@ -134,8 +134,8 @@ def test_the_drafter_reads_preserved_tokens_in_limited_passes() -> None:
 )
 def test_a_draft_begins_with_the_preserved_tokens_of_its_image(tokens: list[int], num_preserved_tokens: int) -> None:
     prompt = replace(make_prompt(0), preserved_codes=np.array([-1, 3, 3, -1]))
-    settings = make_decode_settings(make_raster_layout(4), GUIDED, Autoregressive())
-    sequence = ImageSequence(0, settings, prompt, seed=0)
+    plan = make_plan(make_raster_layout(4), GUIDED, Autoregressive())
+    sequence = ImageSequence(0, plan, prompt, seed=0)
     sequence.append_codes(np.array([2]))
     TreeDraft(sequence, make_chain([2, 3, 3, 1], 2))
     with pytest.raises(AssertionError, match="preserved"):

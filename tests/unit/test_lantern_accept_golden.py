@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 from acceptance_steps import EXACT_RULE, MANY_TOKENS
+from guided_logits import make_sampler
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.acceptance import Acceptance, RelaxationSettings, verify_tree_greedy, verify_tree_relaxed
-from lantern_rt.runtime.sampling import Probabilities, compute_distribution
+from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
 
 DATA = Path(__file__).parent.parent / "data"
@@ -76,7 +77,7 @@ def run_recorded_step(
     )
 
     def target(node: int) -> Probabilities:
-        return compute_distribution(logits[node], sampling)
+        return make_sampler(sampling).compute_distribution(logits[node])
 
     relaxation = make_relaxation(case, residual)
     if case["mode"] == "greedy":

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from guided_logits import make_sampler
 from toy_distributions import compute_next_distribution
-from toy_engine import compute_likelihood, make_decode_settings, make_model, make_prompt
+from toy_engine import compute_likelihood, make_model, make_prompt
 
-from lantern_rt.methods import Autoregressive, Sampling
-from lantern_rt.runtime.likelihood import compute_rounding_margin
-from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.state import ImageSequence
+from lantern_rt.methods import Sampling
 
 
 @pytest.mark.parametrize(
@@ -53,5 +50,5 @@ def test_guidance_and_temperature_scale_the_rounding_margin(
     cfg_scale: float, temperature: float, factor: float
 ) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature)
-    sequence = ImageSequence(0, make_decode_settings(RasterLayout(4), sampling, Autoregressive()), make_prompt(1), 0)
-    assert compute_rounding_margin(replace(make_model(), rounding_bound=0.1), sequence) == pytest.approx(0.1 * factor)
+    margin = make_sampler(sampling).compute_rounding_margin(0.1, 1 + sampling.uses_guidance)
+    assert margin == pytest.approx(0.1 * factor)

@@ -15,12 +15,12 @@ import pytest
 from refusals import catch_error
 
 from lantern_rt import LanternError, open_bundle
-from lantern_rt.edits import read_image
 from lantern_rt.engines.host import choose_thread_count
 from lantern_rt.errors import BundleError, BusyError, RequestError, TreeError
 from lantern_rt.options import Options
-from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
+from lantern_rt.subjects.image_files import read_image
+from lantern_rt.text.tokenizers import load_bundle_tokenizer
 
 ODD_OBJECTS: dict[str, Callable[[], Any]] = {
     "object": object,
@@ -45,7 +45,7 @@ def test_a_wrong_options_message_holds_no_address(words_bundle: Path) -> None:
     tokenizer = load_bundle_tokenizer(bundle)
 
     def check(name: str, value: Any) -> None:
-        check_request(bundle.manifest, tokenizer, **{"prompts": "red cube", "method": "lantern", name: value})
+        check_request(bundle.manifest, tokenizer, {"prompts": "red cube", "method": "lantern", name: value})
 
     cases = [(name, "object") for name in ("prompts", *Options.__annotations__)]
     cases += [("prompts", object_kind) for object_kind in ODD_OBJECTS]

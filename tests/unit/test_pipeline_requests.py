@@ -13,9 +13,9 @@ from tiny_bundle import CAPTION, NUM_NEIGHBORS, PREFIX, make_tiny_bundle
 from lantern_rt import Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import METHODS, Eagle, MethodConfig, SpeculativeJacobi
-from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
 from lantern_rt.runtime.drafters import count_draft_nodes
+from lantern_rt.text.tokenizers import load_bundle_tokenizer
 
 NAN = float("nan")
 INF = float("inf")
@@ -29,7 +29,7 @@ class RequestChecker:
         self.tokenizer = load_bundle_tokenizer(self.bundle)
 
     def __call__(self, prompts: Any = None, **request: Any) -> Request:
-        return check_request(self.bundle.manifest, self.tokenizer, prompts, **request)
+        return check_request(self.bundle.manifest, self.tokenizer, {"prompts": prompts, **request})
 
     def method(self, **options: Any) -> Any:
         return resolve_settings(self.bundle.manifest, options).method
@@ -178,8 +178,8 @@ def test_pytorch_tensors_are_accepted_as_embeddings(
     (image,) = embeddings_checker(
         embeddings=(tensor.requires_grad_(gradients and tensor.is_floating_point()), mask)
     ).images
-    for name, value in expected.condition_inputs.items():
-        np.testing.assert_array_equal(image.condition_inputs[name], value)
+    for name, value in expected.prefix.cond.inputs.items():
+        np.testing.assert_array_equal(image.prefix.cond.inputs[name], value)
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex", "list", "nested"])

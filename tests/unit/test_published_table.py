@@ -219,7 +219,7 @@ WRONG_OPTIONS: dict[str, tuple[str, ...]] = {
     "--seed": ("--seed", "-1"),
     "--count": ("--count", "0"),
     "nowhere": ("--output", "nowhere/image.png"),
-    "image.jpg": ("--output", "image.jpg"),
+    "image.gif": ("--output", "image.gif"),
     "trace": ("--trace", "trace.png"),
     "--threads": ("--threads", "0"),
     "--provider": ("--provider", "bogus"),

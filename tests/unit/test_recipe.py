@@ -16,11 +16,12 @@ from PIL.PngImagePlugin import PngInfo
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.cli.replay import png_contains_image
-from lantern_rt.output.images import encode_png
+from lantern_rt.output.formats import PNG
+from lantern_rt.output.images import attach_recipe
 from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
-from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.noise import FORMAT
+from lantern_rt.text.tokenizers import load_bundle_tokenizer
 
 SETTINGS: dict[str, Any] = {
     "method": "lantern", "cfg_scale": 2.0, "temperature": 1.0, "top_k": 24, "top_p": 1.0,
@@ -47,7 +48,7 @@ def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
 
 
 def write_png(path: Path, texts: dict[str, str]) -> Path:
-    path.write_bytes(encode_png(Image.new("RGB", (8, 8)), texts))
+    path.write_bytes(PNG.encode_image(attach_recipe(Image.new("RGB", (8, 8)), texts)))
     return path
 
 
@@ -66,6 +67,7 @@ def write_png(path: Path, texts: dict[str, str]) -> Path:
         ["--method", "ar", "--negative-prompt", "green sphere"],
         ["--method", "sjd", "--seed", str(2**64 - 3)],
         ["--method", "sjd", "--cfg-tokens", "12"],
+        ["--method", "sjd", "--min-p", "0.1"],
         ["--method", "lantern++", "--cfg-tokens", "33.3%"],
     ],
 )
@@ -151,6 +153,8 @@ def test_a_path_in_the_png_is_not_opened(
         ({"class_id": "9" * 5000}, "text chunk class_id: found '999"),
         ({"token_ids": "9" * 5000}, "text chunk token_ids: found '999"),
         ({"class_id": "3.5"}, "text chunk class_id: found '3.5'"),
+        ({"edit": "0" * 64}, "a.png: records an edit of another image, which it does not contain"),
+        ({"prompt": None, "embedding": "0" * 64}, "a.png: records a hash of text embeddings"),
         ({"prompt": "a purple cube"}, "prompt: found unknown word 'purple'"),
         ({"prompt": "red " * 2500}, "found 10,000 characters"),
         ({"prompt": "r" * (TEXT_LIMIT + 1)}, f"text chunk prompt: found {TEXT_LIMIT + 1:,} characters"),
@@ -200,7 +204,7 @@ BOMB = zlib.compress(bytes(1 << 23), 9)  # 8 MiB when decompressed
 HOSTILE_FILES = {
     "an empty file": b"",
     "a text file": b"red cube",
-    "a PNG without text chunks": encode_png(Image.new("RGB", (8, 8)), {}),
+    "a PNG without text chunks": PNG.encode_image(Image.new("RGB", (8, 8))),
     "no pixels": make_png(size=(0, 0)),
     "many pixels": make_png(size=(1 << 20, 1 << 20)),
     "a chunk of 2 GiB": b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXtprompt\0red",
@@ -268,19 +272,20 @@ def test_an_edit_reads_the_prompt_after_the_pixels(tmp_path: Path) -> None:
     header, text, pixels, end = split_png(path.read_bytes())
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + text + end)
     scenes = open_bundle("scenes", verify=False)
-    request = check_request(scenes.manifest, load_bundle_tokenizer(scenes), image=path, keep_rows=8)
-    assert request.images[0].prompt_or_class_id == "a red cube"
+    request = check_request(scenes.manifest, load_bundle_tokenizer(scenes), {"image": path, "keep_rows": 8})
+    assert request.images[0].subject.label == "a red cube"
 
 
 def test_an_image_of_another_exact_method_is_reused(bundle: Bundle, words_bundle: Path, tmp_path: Path) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
         (image,) = pipe("red cube", method="ar").images
     path = tmp_path / "cube.png"
-    path.write_bytes(encode_png(image, image.info))
+    path.write_bytes(PNG.encode_image(image))
     tokenizer = load_bundle_tokenizer(bundle)
-    eagle = check_request(bundle.manifest, tokenizer, prompts="red cube", method="eagle")
+    eagle = check_request(bundle.manifest, tokenizer, {"prompts": "red cube", "method": "eagle"})
     target = bundle.manifest.target.model_copy(update={"precision": "int8-weights"})
     dequantized = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
     assert png_contains_image(path, bundle, eagle, 1)
     assert not png_contains_image(path, dequantized, eagle, 1)
-    assert png_contains_image(path, dequantized, check_request(bundle.manifest, tokenizer, prompts="red cube"), 1)
+    strict = check_request(bundle.manifest, tokenizer, {"prompts": "red cube"})
+    assert png_contains_image(path, dequantized, strict, 1)

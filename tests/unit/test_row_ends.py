@@ -18,8 +18,8 @@ from toy_engine import (
     collect_codes,
     compute_likelihood,
     decode,
-    make_decode_settings,
     make_model,
+    make_plan,
     make_prompt,
     make_raster_layout,
 )
@@ -122,12 +122,12 @@ def test_other_grids_in_the_batch_do_not_change_an_image(method: MethodConfig, s
 
     def generate_batch(indices: Sequence[int]) -> list[list[int]]:
         batch = Batch(model)
-        plans = [make_decode_settings(layout, sampling, method) for layout in layouts]
+        plans = [make_plan(layout, sampling, method) for layout in layouts]
         sequences = [ImageSequence(i, plans[i], make_prompt(i), i) for i in indices]
         batch.add(sequences)
         while batch.active_sequences:
             batch.step()
-        return [sequence.codes[: sequence.layout.num_codes] for sequence in sequences]
+        return [sequence.codes[: sequence.plan.layout.num_codes] for sequence in sequences]
 
     assert generate_batch(range(3)) == [*generate_batch([0]), *generate_batch([1]), *generate_batch([2])]
 
@@ -170,7 +170,7 @@ def test_heads_use_states_that_predict_codes_and_not_row_ends(
     def update_and_check(state: DraftHeadState, commit: Any) -> None:
         update(state, commit)
         expected_states = 0.01 * (
-            prefix - 1 + np.array([state.sequence.raster_layout.find_token_position(cell) for cell in range(17)])
+            prefix - 1 + np.array([state.sequence.plan.raster_layout.find_token_position(cell) for cell in range(17)])
         )
         num_codes = len(state.sequence.codes)
         np.testing.assert_allclose(state.context[:num_codes, 0, 0], expected_states[:num_codes], rtol=1e-6)

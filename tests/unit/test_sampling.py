@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler, mix_guided_logits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -16,16 +16,7 @@ from toy_distributions import compute_naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import (
-    NO_CODE,
-    choose_codes,
-    choose_codes_with_margins,
-    compute_distribution,
-    find_top_codes,
-    process_logits,
-    sample_code,
-    softmax,
-)
+from lantern_rt.runtime.sampling import NO_CODE, find_top_codes, sample_code, softmax
 
 DATA = Path(__file__).parent.parent / "data"
 FILTER_ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
@@ -51,16 +42,23 @@ def test_filters_give_the_recorded_probabilities_of_llamagen(family: str, settin
     temperature, top_k, top_p = golden["filter_params"][setting]
     sampling = Sampling(temperature=temperature, top_k=int(top_k), top_p=top_p, filter_order="top-k, top-p")
     for logits, expected in zip(golden["filter_logits"], golden["filter_probs"][setting], strict=True):
-        np.testing.assert_allclose(compute_distribution(logits, sampling), expected, atol=1e-6)
+        np.testing.assert_allclose(make_sampler(sampling).compute_distribution(logits), expected, atol=1e-6)
 
 
-@given(LOGITS, st.floats(0.3, 3), st.integers(0, 14), st.floats(0.05, 1), st.sampled_from(FILTER_ORDERS))
+@given(
+    LOGITS,
+    st.floats(0.3, 3),
+    st.integers(0, 14),
+    st.floats(0.05, 1),
+    st.sampled_from([None, 0.0, 0.01, 0.3, 1.0]),
+    st.sampled_from(FILTER_ORDERS),
+)
 def test_filters_agree_with_a_simple_implementation(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, order: FilterOrder
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float | None, order: FilterOrder
 ) -> None:
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, filter_order=order)
     expected = compute_naive_distribution(logits.astype(np.float64), sampling)
-    distribution = compute_distribution(logits, sampling)
+    distribution = make_sampler(sampling).compute_distribution(logits)
     sorted_probabilities = np.sort(
         compute_naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature))
     )[::-1]
@@ -77,21 +75,37 @@ def test_filters_agree_with_a_simple_implementation(
 
 def test_the_order_of_top_k_and_top_p_matters() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    top_k_first = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
-    top_p_first = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
+    top_k_first = make_sampler(Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p")).compute_distribution(logits)
+    top_p_first = make_sampler(Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k")).compute_distribution(logits)
     np.testing.assert_allclose(top_k_first, [1, 0, 0, 0], atol=1e-6)  # after top-k, the first token has 4/7 > top-p 0.5
     np.testing.assert_allclose(top_p_first, [4 / 7, 3 / 7, 0, 0], atol=1e-6)
 
 
+def test_min_p_is_a_share_of_the_largest_probability_whatever_the_other_filters() -> None:
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    for filters, expected in (
+        ({"min_p": 0.49}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"min_p": 0.51}, [4 / 7, 3 / 7, 0, 0]),
+        ({"min_p": 1.0}, [1, 0, 0, 0]),
+        ({"min_p": 0.0}, [0.4, 0.3, 0.2, 0.1]),
+        ({"min_p": 0.74, "top_k": 3}, [4 / 7, 3 / 7, 0, 0]),
+        ({"min_p": 0.1, "top_p": 0.6}, [4 / 7, 3 / 7, 0, 0]),
+        ({"min_p": 0.26, "temperature": 0.5}, [16 / 25, 9 / 25, 0, 0]),
+        ({"min_p": 0.24, "temperature": 0.5}, [16 / 29, 9 / 29, 4 / 29, 0]),
+    ):
+        distribution = make_sampler(Sampling.model_validate(filters)).compute_distribution(logits)
+        np.testing.assert_allclose(distribution, expected, atol=1e-6)
+
+
 def test_top_k_keeps_all_tokens_whose_logits_equal_the_threshold() -> None:
-    distribution = compute_distribution(np.array([1, 0, 0, -1], np.float32), Sampling(top_k=2))
+    distribution = make_sampler(Sampling(top_k=2)).compute_distribution(np.array([1, 0, 0, -1], np.float32))
     assert np.count_nonzero(distribution) == 3
 
 
 @pytest.mark.parametrize("invalid_logit", [np.nan, np.inf])
 def test_a_distribution_of_nan_or_infinite_logits_is_an_error(invalid_logit: float) -> None:
     with pytest.raises(EngineError, match="NaN or infinite"):
-        compute_distribution(np.array([0, invalid_logit], np.float32), Sampling())
+        make_sampler(Sampling()).compute_distribution(np.array([0, invalid_logit], np.float32))
 
 
 def test_guidance_mixes_two_rows_and_returns_a_single_one() -> None:
@@ -120,24 +134,26 @@ def make_gumbel_noise(rng: np.random.Generator, size: tuple[int, ...]) -> np.nda
 
 def test_the_best_token_with_noise_is_a_sample() -> None:
     logits = np.log(np.array([0.5, 1e-30, 0.3, 0.15, 0.05], np.float32))
-    for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6)):
+    for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6), Sampling(min_p=0.2)):
         noise = make_gumbel_noise(np.random.default_rng(1), (10_000, 5))
-        counts = np.bincount(choose_codes(np.tile(logits, (10_000, 1)), noise, sampling), minlength=5)
+        counts = np.bincount(make_sampler(sampling).choose(np.tile(logits, (10_000, 1)), noise)[0], minlength=5)
         expected = compute_naive_distribution(logits.astype(np.float64), sampling)
         possible = expected > 1e-6
         assert counts[~possible].sum() == 0
         assert chisquare(counts[possible], 10_000 * expected[possible] / expected[possible].sum()).pvalue > 0.001
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(temperature=0)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(min_p=0.9), Sampling(temperature=0)]
+)
 @pytest.mark.parametrize("invalid_logit", [np.nan, np.inf])
 @pytest.mark.filterwarnings("ignore:invalid value")  # as in `Batch.step`
 def test_nan_logits_give_no_token_to_their_node_alone(invalid_logit: float, sampling: Sampling) -> None:
     noise = None if sampling.greedy else np.zeros((2, 3), np.float32)
     logits = np.array([[0, invalid_logit, 1], [0, 1, 2]], np.float32)
-    assert choose_codes(logits, noise, sampling).tolist() == [NO_CODE, 2]
-    assert choose_codes_with_margins(logits, noise, sampling)[0] == [NO_CODE, 2]
-    codes, scores = find_top_codes(process_logits(logits, sampling), 2)
+    sampler = make_sampler(sampling)
+    assert sampler.choose(logits, noise)[0] == [NO_CODE, 2]
+    codes, scores = find_top_codes(sampler.process(logits), 2)
     assert codes[1, 0] == 2
     assert (scores > -np.inf).any(1).tolist() == [False, True]
 

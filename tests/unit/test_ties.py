@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from guided_logits import make_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -29,7 +30,6 @@ from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling, Sp
 from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.layout import PassLayout
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.sampling import choose_codes, stays_best_under_rounding
 from lantern_rt.runtime.statistics import Statistics
 from lantern_rt.runtime.target import choose_tokens_together
 from lantern_rt.runtime.tree import DraftTree
@@ -39,6 +39,7 @@ SAMPLINGS = [
     Sampling(cfg_scale=2.0, temperature=0.8),
     Sampling(top_k=3),
     Sampling(cfg_scale=1.5, top_k=4, top_p=0.7),
+    Sampling(cfg_scale=1.5, min_p=0.3),
     Sampling(temperature=0),
 ]
 MAX_ROUNDING = 0.05  # maximum simulated change of the difference of two logits
@@ -57,11 +58,12 @@ def choose_and_check_tokens(
     Returns:
         Token of each row, and whether rounding cannot change the token; both `[rows]`.
     """
-    codes = choose_codes(logits, noise, sampling)
+    sampler = make_sampler(sampling)
+    codes, _ = sampler.choose(logits, noise)
     noises = [None] * len(logits) if noise is None else noise
-    rows = zip(logits, noises, codes.tolist(), strict=True)
-    return codes, np.array(
-        [stays_best_under_rounding(row, row_noise, code, sampling, rounding_margin) for row, row_noise, code in rows]
+    rows = zip(logits, noises, codes, strict=True)
+    return np.array(codes), np.array(
+        [sampler.stays_best_under_rounding(row, row_noise, code, rounding_margin) for row, row_noise, code in rows]
     )
 
 
@@ -148,7 +150,7 @@ def test_one_call_for_many_images_chooses_the_same_tokens(count: int, num_in_one
     layout = CountedLayout(np.arange(2), np.arange(4, 6), chain.ancestor_mask)
     outputs = [make_target_output(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
     choose_tokens_together(logits, outputs)
-    expected = [choose_codes(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
+    expected = [make_sampler(Sampling()).choose(logits[i, :2], Noise(i).gumbel(4, 2, 5))[0] for i in range(count)]
     assert [[output.choose_token_without_recompute(node) for node in range(2)] for output in outputs] == expected
     assert separate_rows == [*range(num_in_one_call, count)]
 
@@ -162,6 +164,7 @@ def rounding_cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, fl
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 1.3])),
         top_k=draw(st.integers(0, size + 1)),
         top_p=draw(st.sampled_from([0.2, 0.5, 0.8, 0.95, 1.0])),
+        min_p=draw(st.sampled_from([None, None, 0.02, 0.5, 0.99, 1.0])),
         filter_order=draw(st.sampled_from(["top-k, top-p", "top-p, top-k"])),
     )
     rng = np.random.default_rng(seed)
@@ -189,22 +192,23 @@ def test_a_robust_token_stays_the_same_within_the_margin(
         changes = max_change * (
             rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape)
         )
-        changed_codes = choose_codes((logits + changes).astype(np.float32), noise, sampling)
-        np.testing.assert_array_equal(changed_codes[is_robust], codes[is_robust])
+        changed_codes, _ = make_sampler(sampling).choose((logits + changes).astype(np.float32), noise)
+        np.testing.assert_array_equal(np.array(changed_codes)[is_robust], codes[is_robust])
 
 
 def test_most_choices_are_robust_to_rounding_and_ties_are_not() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(500, 64)).astype(np.float32)
     noise = rng.gumbel(size=(500, 64)).astype(np.float32)
-    for sampling in (Sampling(), Sampling(top_k=20), Sampling(top_p=0.9), Sampling(top_k=30, top_p=0.9)):
+    filters: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 30, "top_p": 0.9}, {"min_p": 0.1}]
+    for sampling in (Sampling(**each) for each in filters):
         _, is_robust = choose_and_check_tokens(logits, noise, sampling, 1e-3)
         assert is_robust.mean() > 0.95
     equal_logits = np.zeros((1, 8), np.float32)
     assert not choose_and_check_tokens(equal_logits, None, Sampling(temperature=0), 1e-6)[1].any()
     close_logits = np.array([400, 399.99], np.float32)
     gumbel = np.array([0, -5], np.float32)
-    assert not stays_best_under_rounding(close_logits, gumbel, 0, Sampling(top_p=0.5), 0.02)
+    assert not make_sampler(Sampling(top_p=0.5)).stays_best_under_rounding(close_logits, gumbel, 0, 0.02)
     boundary_logits = np.array(
         [[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32
     )  # rounding decides whether token 1 or 2 is within top-k 2

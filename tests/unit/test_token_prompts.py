@@ -14,9 +14,11 @@ from refusals import catch_error
 from lantern_rt import Pipeline, RequestError, open_bundle
 from lantern_rt.bundle.conditions import ConditionSpec, TokenLayout
 from lantern_rt.bundle.manifest import Manifest
-from lantern_rt.prompts import ImageRequest, load_bundle_tokenizer
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow
+from lantern_rt.subjects.base import ImageRequest
+from lantern_rt.text.prompt_tokenizer import PromptTokenizer
+from lantern_rt.text.tokenizers import load_bundle_tokenizer
 
 ANOLE = TokenLayout(before=(0,), after=(140, 133), uncond=(0, 133))
 JANUS = TokenLayout(template="<|User|>: {prompt}", before=(1,), after=(9,), uncond_fill=2)
@@ -27,7 +29,7 @@ def manifest(words_bundle: Path) -> Manifest:
     return open_bundle(words_bundle).manifest
 
 
-class FixedTokenizer:
+class FixedTokenizer(PromptTokenizer):
     """A tokenizer that returns the same ids for every prompt, and records the maximum length that was requested."""
 
     def __init__(self, ids: list[int]) -> None:
@@ -48,7 +50,9 @@ def make_requests(
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
     text_manifest = manifest.model_copy(update={"condition": condition})
     tokenizer = FixedTokenizer(ids)
-    request = check_request(text_manifest, tokenizer, "a prompt", seed=7, num_images=images, **options)  # type: ignore[arg-type]
+    request = check_request(
+        text_manifest, tokenizer, {"prompts": "a prompt", "seed": 7, "num_images": images, **options}
+    )
     assert tokenizer.slots == 12 - len(layout.before) - len(layout.after)
     return request.images
 
@@ -60,31 +64,31 @@ def test_the_longest_prompt_depends_on_the_tokens_of_the_model(
     condition = ConditionSpec(kind="tokens", prefix=prefix, layout=ANOLE)
     text_manifest = manifest.model_copy(update={"condition": condition})
     tokenizer: Any = FixedTokenizer([50])
-    assert check_request(text_manifest, tokenizer, "x" * max_characters).images
-    error = catch_error(RequestError, check_request, text_manifest, tokenizer, "x" * (max_characters + 1))
+    assert check_request(text_manifest, tokenizer, {"prompts": "x" * max_characters}).images
+    error = catch_error(RequestError, check_request, text_manifest, tokenizer, {"prompts": "x" * (max_characters + 1)})
     assert (error.field, error.expected) == ("prompt", f"at most {max_characters:,}")
 
 
 def test_both_rows_of_guidance_may_have_different_lengths(manifest: Manifest) -> None:
     first_image, second_image = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
-    assert first_image.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
-    assert first_image.condition_inputs["uncond_ids"].tolist() == [[0, 133]]
-    assert tuple(real.tolist() for real in first_image.attention_masks) == ([True] * 6, [True] * 2)
-    assert first_image.condition_inputs is second_image.condition_inputs
+    assert first_image.prefix.cond.inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
+    assert first_image.prefix.cond.inputs["uncond_ids"].tolist() == [[0, 133]]
+    assert tuple(row.is_real_token.tolist() for row in first_image.prefix) == ([True] * 6, [True] * 2)
+    assert first_image.prefix.cond.inputs is second_image.prefix.cond.inputs
     assert (first_image.seed, second_image.seed) == (7, 8)
 
 
 def test_the_unconditional_row_may_be_filled_with_a_token(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, JANUS, [50, 51])
-    assert request.condition_inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
-    assert request.condition_inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
+    assert request.prefix.cond.inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
+    assert request.prefix.cond.inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
 
 
 def test_a_negative_prompt_is_the_unconditional_row(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, ANOLE, [50, 51], negative_prompt="red")
-    assert request.token_ids is not None
-    assert request.token_ids[1].tolist() == [0, 50, 51, 140, 133]
-    assert [len(real) for real in request.attention_masks] == [5, 5]
+    assert request.prefix.uncond.tokens is not None
+    assert request.prefix.uncond.tokens.tolist() == [0, 50, 51, 140, 133]
+    assert [len(row.is_real_token) for row in request.prefix] == [5, 5]
 
 
 def test_the_drafter_reads_the_next_token_of_the_prefix() -> None:
@@ -99,13 +103,14 @@ def test_the_drafter_reads_the_next_token_of_the_prefix() -> None:
 
 def test_a_short_text_is_padded_at_the_beginning(manifest: Manifest) -> None:
     text_manifest = manifest.model_copy(update={"condition": ConditionSpec(kind="text", prefix=6, cleaning="llamagen")})
-    (short_image,) = check_request(text_manifest, FixedTokenizer([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
-    assert short_image.condition_inputs["token_ids"].tolist() == [[7, 1]]
-    assert short_image.condition_inputs["token_mask"].tolist() == [[1, 1]]
-    assert short_image.attention_masks[0].tolist() == [False] * 4 + [True] * 2
-    assert all(array.dtype == np.int64 for array in short_image.condition_inputs.values())
-    (full_image,) = check_request(text_manifest, FixedTokenizer([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
-    assert full_image.attention_masks[0].all()
+    options = {"prompts": "a prompt", "method": "ar"}
+    (short_image,) = check_request(text_manifest, FixedTokenizer([7, 1]), options).images
+    assert short_image.prefix.cond.inputs["token_ids"].tolist() == [[7, 1]]
+    assert short_image.prefix.cond.inputs["token_mask"].tolist() == [[1, 1]]
+    assert short_image.prefix.cond.is_real_token.tolist() == [False] * 4 + [True] * 2
+    assert all(array.dtype == np.int64 for array in short_image.prefix.cond.inputs.values())
+    (full_image,) = check_request(text_manifest, FixedTokenizer([2, 3, 4, 5, 6, 1]), options).images
+    assert full_image.prefix.cond.is_real_token.all()
 
 
 # ---------------------------------------------------------------- ids from the caller
@@ -116,28 +121,28 @@ def make_requests_from_token_ids(
 ) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
     text_manifest = manifest.model_copy(update={"condition": condition})
-    return check_request(text_manifest, FixedTokenizer([50, 51]), token_ids=token_ids, **options).images  # type: ignore[arg-type]
+    return check_request(text_manifest, FixedTokenizer([50, 51]), {"token_ids": token_ids, **options}).images
 
 
 @pytest.mark.parametrize("layout", [ANOLE, JANUS])
 def test_a_callers_token_ids_give_the_rows_of_the_text(manifest: Manifest, layout: TokenLayout) -> None:
     (expected,) = make_requests(manifest, layout, [50, 51])
-    (row,) = expected.condition_inputs["token_ids"].tolist()
+    (row,) = expected.prefix.cond.inputs["token_ids"].tolist()
     first_image, second_image = make_requests_from_token_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
     for image in (first_image, second_image):
-        assert image.condition_inputs.keys() == expected.condition_inputs.keys()
+        assert image.prefix.cond.inputs.keys() == expected.prefix.cond.inputs.keys()
         assert all(
-            np.array_equal(image.condition_inputs[name], expected.condition_inputs[name])
-            for name in expected.condition_inputs
+            np.array_equal(image.prefix.cond.inputs[name], expected.prefix.cond.inputs[name])
+            for name in expected.prefix.cond.inputs
         )
-        assert image.prompt_or_class_id == tuple(row)
+        assert image.subject.label == tuple(row)
     assert (first_image.seed, second_image.seed) == (7, 8)
 
 
 def test_a_request_with_token_ids_may_have_a_negative_prompt(manifest: Manifest) -> None:
     (image,) = make_requests_from_token_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
-    assert image.negative_request is not None
-    assert image.negative_request.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
+    assert image.prefix.uncond.inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
+    assert image.record["negative_prompt"] == "a blur"
 
 
 @pytest.mark.parametrize(

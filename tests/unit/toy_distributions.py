@@ -14,7 +14,7 @@ from lantern_rt.runtime.state import Prompt
 
 
 def compute_naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Return the distribution after temperature, top-k and top-p, computed by simple loops to check the runtime.
+    """Return the distribution after temperature, top-k, top-p and min-p, computed by simple loops to check the runtime.
 
     Args:
         logits: logits, float64 `[vocabulary]`.
@@ -33,6 +33,7 @@ def compute_naive_distribution(logits: NDArray[np.float64], sampling: Sampling) 
                 if cumulative > sampling.top_p:
                     weights[code] = 0
                 cumulative += probability
+    weights[weights < (sampling.min_p or 0.0) * weights.max()] = 0
     return weights / weights.sum()
 
 

@@ -27,7 +27,7 @@ from lantern_rt.runtime.engine import HiddenStateView, PassInput, PassOutput
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
-from lantern_rt.runtime.state import DecodeSettings, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
+from lantern_rt.runtime.state import DrafterLayout, ImageSequence, LoadedModel, Plan, PrefixRow, Prompt
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
@@ -365,8 +365,8 @@ def make_raster_layout(codes: int, columns: int = 1, row_end: int | None = None)
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def make_decode_settings(layout: ImageLayout, sampling: Sampling, method: MethodConfig) -> DecodeSettings:
-    return DecodeSettings(layout, sampling, method, count_draft_nodes(method))
+def make_plan(layout: ImageLayout, sampling: Sampling, method: MethodConfig) -> Plan:
+    return Plan(layout, sampling, method, count_draft_nodes(method))
 
 
 def decode(
@@ -378,15 +378,15 @@ def decode(
     adaptive_window: bool = False,
     **options: Any,
 ) -> Generator[DecodeStep, None, None]:
-    plan = DecodeSettings(model.image, sampling, method, count_draft_nodes(method, model.max_nodes), adaptive_window)
+    plan = Plan(model.image, sampling, method, count_draft_nodes(method, model.max_nodes), adaptive_window)
     return decoding.decode(model, plan, prompts, seeds, **options)
 
 
 def compute_likelihood(
     model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None
 ) -> Likelihood:
-    settings = make_decode_settings(model.image, sampling, Autoregressive())
-    return likelihoods.compute_likelihood(model, settings, prompt, codes, counted)
+    plan = make_plan(model.image, sampling, Autoregressive())
+    return likelihoods.compute_likelihood(model, plan, prompt, codes, counted)
 
 
 def make_prompt(prompt_id: int, prefix: int = 3, padding: int = 0) -> Prompt:
@@ -433,6 +433,7 @@ class ToyNodes:
 
     tree_structure: TreeStructure
     next_code_indices: Sequence[int]
+    sampled_nodes: Sequence[int] | None = None
 
     def preceding_codes(self, node: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
@@ -451,8 +452,8 @@ def make_target_output(
     Args:
         layout: layout of the nodes; None: node i of the forward pass is node i of the tree.
     """
-    settings = make_decode_settings(RasterLayout(1), Sampling(), Autoregressive())
-    sequence = ImageSequence(0, settings, make_prompt(0), seed)
+    plan = make_plan(RasterLayout(1), Sampling(), Autoregressive())
+    sequence = ImageSequence(0, plan, make_prompt(0), seed)
     depths = tree_structure.depths
     layout = layout or PassLayout(depths, depths, tree_structure.ancestor_mask)
     return TargetOutput(sequence, ToyNodes(tree_structure, cells), layout, logits, rows)

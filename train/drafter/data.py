@@ -66,11 +66,8 @@ def generate_shards(
     """Generate images and write them as shards; shards that exist are checked and skipped. Yield the number of images.
 
     Args:
-        pipeline: pipeline of the bundle that generates the images.
         prompts: prompts, repeated with new seeds as often as necessary.
         min_images: minimum number of images, rounded up to whole shards.
-        output_folder: folder of the shards.
-        progress: progress callback.
         image_sizes: image sizes, used in turn for one shard each; empty: all sizes of the bundle.
         images_per_shard: None: the result of `choose_images_per_shard`.
 
@@ -87,8 +84,7 @@ def generate_shards(
         size = image_sizes[index % len(image_sizes)]
         source = describe_shard_source(manifest, size)
         request = prompts.request(index, images_per_shard, FIRST_SEED)
-        is_embeddings = prompts.input_kind == "embeddings"
-        labels = list(range(images_per_shard)) if is_embeddings else list(request[prompts.input_kind])
+        labels = [image.subject.name(i) for i, image in enumerate(pipeline.check(**request).images)]
         if os.path.lexists(path):
             shard = Shard(path)
             if shard.source != source or shard.prompts != labels:
@@ -106,9 +102,8 @@ def compute_hidden_states(
 ) -> list[NDArray[np.float32]]:
     """Compute the target's hidden states in the prefix, and the states from which tokens `[images, cells]` are sampled.
 
-    Returns:
-        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The
-        token of a cell is sampled from state `prefix - 1 + cell`.
+    Returns the conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The token of
+    a cell is sampled from state `prefix - 1 + cell`.
     """
     model = load_model(pipeline.bundle, pipeline.engines, [])
     manifest = pipeline.bundle.manifest

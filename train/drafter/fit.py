@@ -71,8 +71,7 @@ def get_training_state_path(output: Path) -> Path:
 class DrafterTrainer:
     """Training run of a drafter; the method `run` trains the drafter and writes it to a folder.
 
-    If the output folder has a state file beside it, training continues from this state. All shards are checked when the
-    trainer is made.
+    If the output folder has a state file beside it, training continues from this state.
 
     Raises:
         CheckpointError: the data or the state file are damaged, or belong to another target or run.
@@ -107,11 +106,7 @@ class DrafterTrainer:
     def run(
         self, progress: Progress, print_line: Callable[[str], None], report_seconds: float = _REPORT_SECONDS
     ) -> dict[str, float]:
-        """Run the remaining steps, write a drafter with the averaged weights, and return its metrics.
-
-        Raises:
-            CheckpointError: the loss or a metric is NaN or infinite.
-        """
+        """Run the remaining steps, write a drafter with the averaged weights, and return its metrics."""
         steps = self.options.steps
         last = time.monotonic()
         if self.step:
@@ -144,9 +139,8 @@ class DrafterTrainer:
     def compute_validation_metrics(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
         """Compare the distributions of the drafter (with averaged weights) and of the target, on validation images.
 
-        Returns:
-            `overlap`, `overlap at depth 1`, `overlap at depth 2`: mean of sum(min(p, q)), 0 .. 1. `top-1`: share of
-            cells where drafter and target have the same most probable token.
+        `overlap` and `overlap at depth d` are means of sum(min(p, q)), 0 .. 1. `top-1` is the share of cells where both
+        have the same most probable token.
         """
         overlaps: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
         hits: list[Tensor] = []

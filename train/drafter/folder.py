@@ -19,13 +19,7 @@ MARKER = "config.json"
 
 
 def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str, Any], force: bool = False) -> None:
-    """Write a drafter as a folder, completely or not at all.
-
-    `config_fields` are the fields of config.json that do not describe sizes.
-
-    Raises:
-        OutputError: the folder exists (without `force`) or cannot be written.
-    """
+    """Write a drafter as a folder, completely or not at all; `config_fields` are those that are not sizes."""
     weights = convert_to_lantern_weights(drafter)
     config = {**make_lantern_config(drafter.config, drafter.embed.num_embeddings), **config_fields}
     with write_folder_atomically(output, force, MARKER) as folder:

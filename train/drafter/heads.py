@@ -27,6 +27,7 @@ from .target import HeadTrainingTarget, OutputLayer
 
 RANK = 48  # rank of the corrections; twice the rank gained less than a percent
 UNITS = 96  # number of hidden units of the predictions; twice as many gained less than a percent
+_SEED = 0  # of the weights, the sequence of images and the choice of cells
 _BATCH_IMAGES = 24
 _BATCH_CELLS = 16  # maximum number of cells per image of a batch
 _RATE = 3e-3
@@ -114,27 +115,24 @@ def train_draft_heads(
     cfg_scale: float,
     steps: int,
     progress: Progress,
-    device: str = "cpu",
-    seed: int = 0,
+    device: str,
 ) -> tuple[dict[str, NDArray[np.float16]], dict[str, float]]:
-    """Train draft heads on a folder of shards, for a guidance scale.
+    """Train draft heads on a folder of shards, for a guidance scale. Return their tables, and metrics by name.
 
-    Returns:
-        The tables by name, and metrics on validation images. The metrics are the overlap with the target's
-        distributions, 0 .. 1, of three distributions: `uncorrected` logits after unaccepted drafts, `corrected` logits
-        and `predicted` logits.
+    The metrics are the overlap with the target's distributions, 0 .. 1, on validation images, of `uncorrected` logits
+    after unaccepted drafts, of `corrected` logits and of `predicted` logits.
 
     Raises:
         CheckpointError: the data are damaged or belong to another target.
     """
     shards = ShardFolder(data_folder, target.shard_sources)
-    heads = TrainableDraftHeads(target, seed).to(device)
+    heads = TrainableDraftHeads(target, _SEED).to(device)
     optimizer = torch.optim.AdamW(heads.parameters(), _RATE, weight_decay=_DECAY)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps + 1, pct_start=_WARM_UP)
     for step in range(steps):
         progress("training", step, steps)
-        indices = select_shuffled_images(shards.training_indices, seed, step * _BATCH_IMAGES, _BATCH_IMAGES)
-        rng = np.random.default_rng((seed, step))
+        indices = select_shuffled_images(shards.training_indices, _SEED, step * _BATCH_IMAGES, _BATCH_IMAGES)
+        rng = np.random.default_rng((_SEED, step))
         samples = read_head_samples(shards, indices, heads.output_layer, cfg_scale, _BATCH_CELLS, rng, device)
         p = heads.output_layer.compute_logits(samples.inputs).softmax(-1)
         loss = compute_kl_loss(p, heads.correct_logits(samples)) + compute_kl_loss(p, heads.predict_logits(samples))
@@ -145,7 +143,7 @@ def train_draft_heads(
         rates.step()
     progress("training", steps, steps)
     indices = shards.validation_indices[:_VALIDATION_IMAGES]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(_SEED)
     samples = read_head_samples(shards, indices, heads.output_layer, cfg_scale, _VALIDATION_CELLS, rng, device)
     with torch.no_grad():
         p = heads.output_layer.compute_logits(samples.inputs).softmax(-1)

@@ -27,8 +27,5 @@ def compute_kl_loss(target_probs: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def compute_probability_overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Compute sum(min(p, q)) over the last axis.
-
-    This is the probability with which lossless speculative sampling accepts a draft token.
-    """
+    """Compute sum(min(p, q)), with which lossless speculative sampling accepts a draft token, over the last axis."""
     return torch.minimum(p, q).sum(-1)

@@ -53,11 +53,7 @@ def predict_draft_states(
 ) -> Iterator[Tensor]:
     """Predict hidden states depth by depth. Gradients do not flow from one depth to the previous.
 
-    Args:
-        drafter: drafter that predicts.
-        tokens: token ids, int64 `[rows, slots]`; slot p reads the token at position p + 1.
-        target_states: the target's hidden states `[rows, slots, width]`; slot p reads the state at position p.
-        num_depths: number of depths, at least 1.
+    Slot p reads token p + 1, of `tokens [rows, slots]`, and state p, of `target_states [rows, slots, width]`.
 
     Yields:
         Predictions of each depth, `[rows, slots, width]`; slot p predicts the state at position p + 1. At depth d the

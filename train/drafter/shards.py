@@ -57,11 +57,7 @@ class ShardSource:
 
 
 def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
-    """Return the source of shards with images that a bundle generates; by default of the bundle's default size.
-
-    Raises:
-        RequestError: the bundle generates without drafts.
-    """
+    """Return the source of shards of a bundle and a size, or raise RequestError if it generates without drafts."""
     if problem := explain_unsupported_method(manifest, SpeculativeJacobi()):
         raise RequestError(f"bundle {manifest.name} {problem}", field="bundle", remedy="use another bundle")
     size = size or manifest.size()
@@ -114,11 +110,7 @@ def get_shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None:
-    """Write a shard, completely or not at all.
-
-    Raises:
-        OutputError: the file exists already or cannot be written.
-    """
+    """Write a shard, completely or not at all. Raises: OutputError."""
     arrays = {name: np.ascontiguousarray(getattr(images, field)) for name, field in _ARRAYS.items()}
     metadata = {
         "format": FORMAT,
@@ -132,9 +124,6 @@ class Shard:
     """File of training images, read image by image. The attribute `digest` is a hash of the images.
 
     All token ids of the prefixes must be below `vocab_size`.
-
-    Raises:
-        CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
     """
 
     def __init__(self, path: Path, vocab_size: int = 1 << 31) -> None:
@@ -251,7 +240,6 @@ class ShardFolder:
 
     @property
     def training_indices(self) -> list[int]:
-        """Indices of the images that drafters are trained on."""
         held_out = set(self.validation_indices)
         return [i for i in range(len(self)) if i not in held_out]
 

@@ -66,7 +66,7 @@ class OutputLayer(nn.Module):
         return F.gelu(states @ self.hidden_weight + self.hidden_bias)
 
     def compute_logits(self, inputs: Tensor) -> Tensor:
-        """Compute logits `[..., codes]` from inputs of the matrix, `[..., inputs]`.
+        """Compute logits `[..., codes]` from inputs of the matrix.
 
         The layer is affine, so guidance may be applied to its inputs instead of the logits.
         """
@@ -83,12 +83,7 @@ class HeadTrainingTarget:
 
 
 def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
-    """Read the weights and sizes for training draft heads.
-
-    Raises:
-        RequestError: the bundle generates without drafts, as PAR and NAR do.
-        BundleError: the bundle is damaged.
-    """
+    """Read what draft heads are trained with, or raise RequestError for PAR and NAR, which have no drafts."""
     manifest = bundle.manifest
     sources = [describe_shard_source(manifest, size) for size in manifest.all_sizes]
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings[: manifest.codebook_size]))
@@ -96,13 +91,7 @@ def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
 
 
 def read_training_target(bundle: Bundle) -> TrainingTarget:
-    """Read the weights and sizes of a bundle's target for training a drafter.
-
-    Raises:
-        RequestError: the bundle generates without drafts.
-        CheckpointError: drafters of the bundle's family cannot be trained.
-        BundleError: the bundle is damaged.
-    """
+    """Read what a drafter is trained with, or raise CheckpointError if no drafter of the family can be."""
     manifest = bundle.manifest
     source = describe_shard_source(manifest)
     if manifest.family not in _DIFFERENCES:
@@ -130,20 +119,15 @@ def _make_drafter_config(bundle: Bundle) -> DecoderConfig:
     spec = manifest.target
     prefix = manifest.condition.prefix
     architecture = spec.architecture
+    shared = ("num_heads", "intermediate_size", "norm_eps", "rope_base", "rotary", "rope_style", "prefix_rotation")
     config = DecoderConfig(
+        **{name: getattr(architecture, name) for name in shared},
         hidden_size=spec.hidden_size,
         num_layers=1,
-        num_heads=architecture.num_heads,
         num_kv_heads=spec.num_kv_heads,
-        intermediate_size=architecture.intermediate_size,
         vocab_size=spec.vocab_size,
         grid=manifest.grid_rows,
         prefix=prefix - 1,  # the drafter's sequence begins with the token at position 1
-        norm_eps=architecture.norm_eps,
-        rope_base=architecture.rope_base,
-        rotary=architecture.rotary,
-        rope_style=architecture.rope_style,
-        prefix_rotation=architecture.prefix_rotation,
         spare_positions=spec.max_positions - prefix - manifest.codes_per_image,
         final_norm=False,
         query_key_norm=architecture.head_norm_eps is not None,

@@ -7,6 +7,7 @@ import { fitted } from "./mask.js";
 import { Picture } from "./picture.js";
 import { apiKey, keepApiKey, models } from "./server.js";
 
+const FORM = "lantern-rt-form";
 const NUMBERS = ["class_id", "seed", "cfg_scale", "temperature", "top_k", "top_p"];
 const at = (id) => document.getElementById(id);
 const form = at("form"), method = at("method"), other = at("other");
@@ -33,6 +34,32 @@ async function load() {
   form.hidden = false;
   at("key-form").hidden = true;
   useModel();
+  restore();
+  useMethods();
+}
+
+const fields = () => [...form.querySelectorAll("input:not([type=file]), select, textarea")];
+
+/** Keep the form of this tab for a reload. */
+function keep() {
+  const entries = fields().map(({ id, type, value, checked }) => [id, type === "checkbox" ? checked : value]);
+  sessionStorage.setItem(FORM, JSON.stringify(Object.fromEntries(entries)));
+}
+
+/** Fill the form as `keep` left it. */
+function restore() {
+  const kept = JSON.parse(sessionStorage.getItem(FORM) ?? "{}");
+  if (kept.model && known.some(({ id }) => id === kept.model)) {
+    at("model").value = kept.model;
+    useModel();
+  }
+  for (const field of fields()) {
+    const value = kept[field.id] ?? null, chosen = field.value;
+    if (value === null) continue;
+    if (field.type === "checkbox") field.checked = value;
+    else field.value = value;
+    if (field.tagName === "SELECT" && !field.value) field.value = chosen;  // the server offers it no longer
+  }
 }
 
 const kind = () => (model().images === false ? Codes : Picture);
@@ -56,11 +83,13 @@ function useModel() {
   at("class-id").max = (classes ?? 1) - 1;
   at("class-id").value ||= 0;
   const shortest = [...examples ?? []].sort((a, b) => a.length - b.length).slice(0, 4);
-  at("prompt").value ||= shortest.find((text) => text.split(" ").length > 7) ?? shortest[0] ?? "";  // says a scene
+  const scenes = [...examples ?? []].filter((text) => text.length < 70).sort((a, b) => b.length - a.length);
+  at("prompt").value ||= scenes[0] ?? shortest[0] ?? "";  // a long caption leaves little open, so its image is cleaner
   at("examples").replaceChildren(...shortest.map((text) => chip(text)));
   at("words").hidden = !words.length;
   at("words").querySelector("p").textContent = words.join(", ");
-  const explained = { strict: "strict: exact", ar: "ar: plain decoding", rows: "rows: several rows per step" };
+  const explained = { strict: "strict: exact", ar: "ar: exact, one token per step",
+    rows: "rows: several rows per step" };
   const ordered = [...qualities, ...methods];
   method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
   other.replaceChildren(option("", "nothing"), ...ordered.map((name) => option(name, explained[name])));
@@ -151,6 +180,7 @@ async function generate(made, signal) {
 
 /** Generate one image after the other, and compare their times. */
 async function compare(made, signal) {
+  at("statistics").open = true;
   for (const picture of made) {
     report(`Generating with ${picture.label}`);
     await picture.draw(signal);
@@ -233,7 +263,7 @@ function changed() {
     dirty = false;
     for (const picture of pictures) picture.show();
     at("figures").replaceChildren(...rows(pictures));
-    at("figures").hidden = !pictures.some(({ kinds }) => kinds);
+    at("statistics").hidden = !pictures.some(({ kinds }) => kinds);
   });
 }
 
@@ -262,6 +292,7 @@ function askForKey(status) {
 
 form.addEventListener("submit", (event) => { event.preventDefault(); start(); });
 form.addEventListener("change", useMethods);
+addEventListener("pagehide", keep);
 at("open").addEventListener("change", ({ target }) => { open(target.files[0]); target.value = ""; });
 at("model").addEventListener("change", useModel);
 at("seed").addEventListener("input", () => { at("random").checked = false; });

@@ -13,7 +13,7 @@ export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 export const keepApiKey = (key) => sessionStorage.setItem(KEY, key);
 export const address = (path) => new URL(path, document.baseURI).href;
 
-async function ask(path, options = {}) {
+export async function ask(path, options = {}) {
   const headers = options.body instanceof FormData ? {} : { "Content-Type": "application/json" };
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
   const answer = await fetch(address(path), { ...options, headers }).catch((error) => {

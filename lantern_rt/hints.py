@@ -1,0 +1,56 @@
+"""Hints for names that users of other programs type, and for misspelt names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+# Names in diffusers, vLLM and other programs, without dashes and underscores, and what has their place here.
+_NAMES_HERE = {
+    "apikey": ("--api-key-file",),
+    "callbackonstepend": ("callback_on_step",),
+    "generate": ("run",),
+    "generator": ("seed", "--seed"),
+    "guidancescale": ("cfg_scale", "--cfg-scale"),
+    "height": ("size", "--size"),
+    "list": ("models",),
+    "maxnumseqs": ("--batch",),
+    "numimagesperprompt": ("num_images", "--count", "n"),
+    "servedmodelname": ("--alias",),
+    "width": ("size", "--size"),
+}
+_STEPS = "leave it out: an image has tokens, not steps"
+_REASONS = {
+    "model": "give the bundle as an argument",
+    "numinferencesteps": _STEPS,
+    "steps": _STEPS,
+    "workers": "leave it out: one process shares its passes among all requests",
+}
+_MAX_TYPOS = 2  # letters added, missing or replaced, up to which a name counts as misspelt
+
+
+def suggest_name(name: str, known_names: Collection[str]) -> str:
+    """Return a remedy for an unknown name: what has its place here, or the known name within two letters of it.
+
+    The result is empty if there is neither.
+    """
+    plain = name.lower().replace("-", "").replace("_", "")
+    if plain in _REASONS:
+        return _REASONS[plain]
+    if found := [known for known in _NAMES_HERE.get(plain, ()) if known in known_names]:
+        return f"use {found[0]}"
+    distances = {known: _count_typos(name, known) for known in known_names}
+    nearest = min(distances, key=distances.__getitem__, default="")
+    is_near = nearest and distances[nearest] <= min(_MAX_TYPOS, len(name.strip("-")) // 2)
+    return f"did you mean {nearest}?" if is_near else ""
+
+
+def _count_typos(one: str, other: str) -> int:
+    """Return the edit distance of two names."""
+    typos = list(range(len(other) + 1))  # of the letters of `one` so far, for each start of `other`
+    for i, letter in enumerate(one, 1):
+        diagonal, typos[0] = typos[0], i
+        for j, expected in enumerate(other, 1):
+            replaced = diagonal + (letter != expected)
+            diagonal = typos[j]
+            typos[j] = min(typos[j] + 1, typos[j - 1] + 1, replaced)
+    return typos[-1]

@@ -1,0 +1,64 @@
+"""Filters, which exclude improbable tokens from sampling. A new filter is a function here that `make_filters` returns.
+
+Rounding may move the difference of two logits by up to a margin. So a filter gives two thresholds: it excludes every
+logit below the first, and includes every logit above the second. Without rounding, the first is the smallest included
+logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import log
+
+import numpy as np
+
+from ..methods import Sampling
+from .engine import Floats
+from .sampling import softmax
+
+# Returns two thresholds for the finite logits `[n]` that the filters before may include, divided by the temperature.
+# The further arguments are a threshold above which these filters include every logit, and the margin.
+Filter = Callable[[Floats, float, float], tuple[float, float]]
+
+
+def find_top_k_bounds(k: int, logits: Floats, certain: float, margin: float) -> tuple[float, float]:
+    """Include the k largest logits, and every logit that equals the smallest of them."""
+    if k >= len(logits):
+        return -np.inf, -np.inf
+    ordered = np.partition(logits, -k)
+    return ordered[-k] - margin, ordered[:-k].max() + margin  # above the largest excluded logit
+
+
+def find_top_p_bounds(p: float, logits: Floats, certain: float, margin: float) -> tuple[float, float]:
+    """Include the largest logits, one after another, until their cumulative probability exceeds p."""
+    ordered = np.sort(logits)[::-1]
+    last = len(ordered) - 1
+    probabilities = softmax(ordered)
+    sums = probabilities.cumsum()
+    # With rounding, the logits that the filters before include have a total probability of `sure` to 1.
+    sure = probabilities[ordered > certain].sum()
+    within = int(np.count_nonzero(sums <= (p - margin) * sure))
+    beyond = int(np.count_nonzero(sums <= p + margin))
+    includes_all = within >= last and sure > 0
+    return ordered[min(beyond, last)] - margin, -np.inf if includes_all else ordered[min(within + 1, last)] + margin
+
+
+def find_min_p_bounds(min_p: float, logits: Floats, certain: float, margin: float) -> tuple[float, float]:
+    """Include the logits whose probability is at least `min_p` times the largest probability."""
+    lowest = logits.max() + log(min_p)
+    return lowest - margin, lowest + margin
+
+
+def make_filters(sampling: Sampling) -> list[Filter]:
+    """Return the filters in the order in which they are applied; greedy decoding has none."""
+    filters: list[Filter] = []
+    if sampling.top_k > 0:
+        filters.append(partial(find_top_k_bounds, sampling.top_k))
+    if sampling.top_p < 1:
+        filters.append(partial(find_top_p_bounds, sampling.top_p))
+    if sampling.filter_order == "top-p, top-k":
+        filters.reverse()
+    if sampling.min_p:
+        filters.append(partial(find_min_p_bounds, sampling.min_p))
+    return [] if sampling.greedy else filters
