@@ -20,9 +20,12 @@ _NAMES_HERE = {
 }
 _STEPS = "leave it out: an image has tokens, not steps"
 _REASONS = {
+    "enableprogressbar": "give a call progress=True",
     "model": "give the bundle as an argument",
     "numinferencesteps": _STEPS,
+    "savepretrained": "copy the folder of the bundle",
     "steps": _STEPS,
+    "to": 'give from_bundle a provider, such as provider="cuda"',
     "workers": "leave it out: one process shares its passes among all requests",
 }
 _MAX_TYPOS = 2  # letters added, missing or replaced, up to which a name counts as misspelt
@@ -38,8 +41,10 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
         return _REASONS[plain]
     if found := [known for known in _NAMES_HERE.get(plain, ()) if known in known_names]:
         return f"use {found[0]}"
-    starts = [known for known in known_names if len(name) > 2 and known.startswith(name)]
-    distances = dict.fromkeys(starts, 0) or {known: _count_typos(name, known) for known in known_names}
+    longer = [known for known in known_names if len(name) > 2 and known.startswith(name)]
+    if len(longer) == 1:
+        return f"did you mean {longer[0]}?"
+    distances = {known: _count_typos(name, known) for known in known_names}
     nearest = min(distances, key=distances.__getitem__, default="")
     is_near = nearest and distances[nearest] <= min(_MAX_TYPOS, len(name.strip("-")) // 2)
     return f"did you mean {nearest}?" if is_near else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 from .methods import CfgSchedule, MethodConfig, Quality
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from PIL.Image import Image
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
 ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 
@@ -83,3 +86,21 @@ class Options(GenerationOptions, total=False):
 
     image: ImageSource | None
     mask: ImageSource | None
+
+
+def name_options(function: Function) -> Function:
+    """Name the options in the signature of a function with `**options: Unpack[Options]`, so that editors complete them.
+
+    Type checkers read the annotation of `**options` itself.
+    """
+    signature = inspect.signature(function)
+    *parameters, options = signature.parameters.values()
+    typed = GenerationOptions if "GenerationOptions" in options.annotation else Options
+    known = signature.parameters.keys()
+    named = [
+        options.replace(name=name, kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint.__forward_arg__)
+        for name, hint in typed.__annotations__.items()
+        if name not in known
+    ]
+    vars(function)["__signature__"] = signature.replace(parameters=[*parameters, *named])
+    return function
