@@ -155,21 +155,10 @@ def serve_hub() -> Iterator[str]:
 
 
 def environment(endpoint: str, home: Path, **further: str) -> dict[str, str]:
-    settings = {
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    omitted_variables = {
-        "HF_HUB_OFFLINE",
-        "HF_TOKEN",
-        "HF_HUB_CACHE",
-        "HTTP_PROXY",
-        "HTTPS_PROXY",
-        "http_proxy",
-        "https_proxy",
-    }
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    settings |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
+    omitted_variables = {"HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"}
+    omitted_variables |= {"HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"}
     return {name: value for name, value in os.environ.items() if name not in omitted_variables} | settings | further
 
 

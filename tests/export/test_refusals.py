@@ -90,6 +90,7 @@ TIME_CONV = "vqmodel.encoder.time_conv.0.conv.conv.weight"
 QUERY_NORM = "model.layers.0.self_attn.q_norm.bias"
 KEY_BIAS = "model.layers.1.self_attn.k_proj.bias"
 GLM_CONFIG = "vision_language_encoder/config.json"
+GLM_PROCESSOR = "processor/processor_config.json"
 GLM_TOKENIZER = "processor/tokenizer.json"
 
 # Function that reads the checkpoint, last part of the invalid field's name, words of the message.
@@ -334,6 +335,27 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
         "[1, 2, 3] together 5",
     ),
     (edit_glm(GLM_CONFIG, lambda c: c["text_config"].update(hidden_size=64)), "hidden_size", "64 80"),
+    (edit_glm(GLM_CONFIG, lambda c: c["vision_config"].update(num_heads=5)), "num_heads", "5"),
+    (edit_glm(GLM_CONFIG, lambda c: c["vision_config"].update(hidden_act="silu")), "hidden_act", "silu"),
+    (edit_glm(GLM_CONFIG, lambda c: c.update(image_end_token_id=5000)), "image_end_token_id", "5000"),
+    *(
+        (
+            edit_glm(GLM_PROCESSOR, lambda c, name=name, value=value: c["image_processor"].update({name: value})),
+            name,
+            "",
+        )
+        for name, value in (
+            ("do_resize", False),
+            ("do_rescale", False),
+            ("do_normalize", False),
+            ("rescale_factor", 1 / 127.5),
+            ("resample", 2),
+            ("patch_size", 14),
+            ("merge_size", 2),
+            ("image_mean", [0.5, "0.5", 0.5]),
+            ("image_std", [0.5, 0, 1]),
+        )
+    ),
     (edit_glm(GLM_TOKENIZER, lambda c: c["model"]["vocab"].update(far=900)), "'far'", "id 900 at most 441"),
     (lambda folder: read_glm_image(GLM_IMAGE / "vision_language_encoder"), "", "a folder with processor"),
 ]
