@@ -164,7 +164,11 @@ def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameter
     defaults = _find_default_parameters(manifest, "lantern" if bound == "delta" else "lantern++")
     limit = manifest.neighbors or 1_000_000  # without a neighbour table, `resolve_method` rejects the method later
     default = min(defaults.get("neighbors", 0), limit)
-    neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, limit)
+    try:
+        neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, limit)
+    except RequestError as error:
+        error.remedy = f"the bundle's table has {limit} neighbours of each code"
+        raise
     return {"residual": "aggregated", bound: defaults.get(bound), **parameters, "neighbors": neighbors}
 
 

@@ -41,8 +41,10 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
         return _REASONS[plain]
     if found := [known for known in _NAMES_HERE.get(plain, ()) if known in known_names]:
         return f"use {found[0]}"
-    starts = [known for known in known_names if len(name) > 2 and known.startswith(name)]
-    distances = dict.fromkeys(starts, 0) or {known: _count_typos(name, known) for known in known_names}
+    longer = [known for known in known_names if len(name) > 2 and known.startswith(name)]
+    if len(longer) == 1:
+        return f"did you mean {longer[0]}?"
+    distances = {known: _count_typos(name, known) for known in known_names}
     nearest = min(distances, key=distances.__getitem__, default="")
     is_near = nearest and distances[nearest] <= min(_MAX_TYPOS, len(name.strip("-")) // 2)
     return f"did you mean {nearest}?" if is_near else ""

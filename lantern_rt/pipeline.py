@@ -385,7 +385,7 @@ class Pipeline:
         """
         self.bundle.check_has_image_decoder()
         manifest = self.bundle.manifest
-        size = manifest.size(settings.size)
+        size = settings.image_size
         preserved_codes = images[image_index].preserved_codes
         if preserved_codes is not None:  # shown from the first step on
             codes_by_cell = np.where(codes_by_cell < 0, preserved_codes, codes_by_cell)

@@ -65,16 +65,17 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
     options = {name: convert_numpy_value(value) for name, value in options.items() if value is not None}
     _check_option_names(options)
     _check_quality_option(options)
-    size = _resolve_size(manifest, options.get("size"))
+    size = _find_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
     sampling = validate_model(Sampling, manifest.sampling.model_dump() | parameters)
-    sampling = _check_guidance(sampling, parameters.keys(), manifest.size(size).codes)
+    sampling = _check_guidance(sampling, parameters.keys(), size.codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
     if method is None:
         quality = quality or "strict"
         method = _find_preset_method(manifest, quality)
-    return GenerationSettings(resolve_method(manifest, method), sampling, manifest.size(size), size, quality)
+    size_name = size.name if manifest.sizes else None
+    return GenerationSettings(resolve_method(manifest, method), sampling, size, size_name, quality)
 
 
 def _check_option_names(options: Mapping[str, Any]) -> None:
@@ -105,12 +106,12 @@ def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num
     return sampling
 
 
-def _resolve_size(manifest: Manifest, size: Any) -> str | None:
-    """Check an image size, and return its name or the default size's name; None: the bundle has a single size."""
-    names = [entry.name for entry in manifest.all_sizes]
-    if size is not None and size not in names:
-        raise RequestError(field="size", found=format_value(size), expected=", ".join(names))
-    return manifest.size(size).name if manifest.sizes else None
+def _find_size(manifest: Manifest, name: Any) -> Size:
+    """Return the image size of a name, by default the bundle's."""
+    names = [size.name for size in manifest.all_sizes]
+    if name is not None and name not in names:
+        raise RequestError(field="size", found=format_value(name), expected=", ".join(names))
+    return manifest.size(name)
 
 
 def _check_quality_option(options: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,11 +101,6 @@ def make_graph_file(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFi
         storage_types |= dict.fromkeys(narrow, "float16")
         storage_rule = "fp16"
     return GraphFile(model, ops.weights, storage_types, matrix_names, storage_rule, graph.compute_type)
-
-
-def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") -> list[Path]:
-    """Write a graph to `<role>.onnx`, and its weights to `<role>.onnx.data` if they are larger than a megabyte."""
-    return make_graph_file(graph, storage_rule).write(folder / f"{graph.role}.onnx")
 
 
 def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:

@@ -43,7 +43,6 @@ def _load_stub_libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    """Load the embedded model `scenes`; loading fails unless the CUDA provider runs every node of the graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "check_provider", lambda name: None)  # cuDNN has no stub
         return Pipeline.from_bundle("scenes", provider="cuda")
@@ -56,11 +55,7 @@ def test_a_missing_cudnn_is_an_error_that_says_how_to_install_it() -> None:
 
 
 def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
-    """Return a function that runs the target over a chain, appends nodes to the KV cache, and truncates the cache.
-
-    By default the chain has 16 nodes. The function appends 3 of these nodes to a cache of 100 entries, and truncates
-    the cache to 100 entries again.
-    """
+    """Return a function that runs the target over a chain, appends nodes to the KV cache, and truncates it again."""
     target = pipe.engines.target
     cache = target.make_cache(2, PAST_LENGTH + 16)
 

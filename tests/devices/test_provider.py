@@ -32,7 +32,6 @@ RECORDED_STEPS = 9  # enough to record and replay forward passes with both outpu
 
 @pytest.fixture(scope="module")
 def device_sessions() -> Iterator[list[GraphSession]]:
-    """Return a list that collects every graph session that the tests of this module open on the device."""
     sessions: list[GraphSession] = []
     initialize = GraphSession.__init__
 
@@ -61,29 +60,22 @@ def generate_first_codes(pipe: Pipeline, method: str, count: int = STEPS, **opti
     return [codes.tolist() for codes in steps[-1].codes]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_greedy_tokens_on_a_device_equal_the_tokens_on_the_cpu(
-    device_pipe: Pipeline, cpu_pipe: Pipeline, method: str
+@pytest.mark.parametrize(
+    ("method", "steps", "options"),
+    [
+        *((method, STEPS, {"temperature": 0}) for method in METHODS),
+        *((method, STEPS, {}) for method in METHODS),
+        *(("ar", STEPS, filters) for filters in ({"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95})),
+        ("ar", RECORDED_STEPS, {}),
+        ("eagle:tree=dynamic-8-4-2:drafter=eagle", RECORDED_STEPS, {}),
+    ],
+    ids=str,
+)
+def test_tokens_on_a_device_equal_the_tokens_on_the_cpu(
+    device_pipe: Pipeline, cpu_pipe: Pipeline, method: str, steps: int, options: dict[str, float]
 ) -> None:
-    assert generate_first_codes(device_pipe, method, temperature=0) == generate_first_codes(
-        cpu_pipe, method, temperature=0
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_sampled_tokens_on_a_device_equal_the_tokens_on_the_cpu(
-    device_pipe: Pipeline, cpu_pipe: Pipeline, method: str
-) -> None:
-    assert generate_first_codes(device_pipe, method) == generate_first_codes(cpu_pipe, method)
-
-
-@pytest.mark.parametrize("method", ["ar", "eagle:tree=dynamic-8-4-2:drafter=eagle"])
-def test_recorded_and_replayed_passes_generate_the_cpus_tokens(
-    device_pipe: Pipeline, cpu_pipe: Pipeline, method: str
-) -> None:
-    assert generate_first_codes(device_pipe, method, RECORDED_STEPS) == generate_first_codes(
-        cpu_pipe, method, RECORDED_STEPS
-    )
+    expected = generate_first_codes(cpu_pipe, method, steps, **options)
+    assert generate_first_codes(device_pipe, method, steps, **options) == expected
 
 
 @pytest.mark.parametrize("providers_template", ["{},drafter=cpu", "cpu,drafter={}"])
@@ -95,13 +87,6 @@ def test_target_and_drafter_may_be_on_different_providers(
     device_pipe = Pipeline.from_bundle(float_scenes_bundle, provider=providers)
     assert device_pipe.engines.backend == f"onnxruntime-{providers}"
     assert generate_first_codes(device_pipe, method) == generate_first_codes(cpu_pipe, method)
-
-
-@pytest.mark.parametrize("filters", [{"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}], ids=str)
-def test_tokens_sampled_with_filters_equal_the_cpus_tokens(
-    device_pipe: Pipeline, cpu_pipe: Pipeline, filters: dict[str, float]
-) -> None:
-    assert generate_first_codes(device_pipe, "ar", **filters) == generate_first_codes(cpu_pipe, "ar", **filters)
 
 
 def test_logits_and_states_agree_with_the_cpu_up_to_rounding(device_pipe: Pipeline, cpu_pipe: Pipeline) -> None:

@@ -37,7 +37,6 @@ Edit = Callable[[Any], object]  # function that changes weights or a configurati
 
 
 def config_path(target: Path) -> Path:
-    """Return the path of the `config.json` in the folder of a checkpoint file."""
     return target.with_name("config.json")
 
 
@@ -60,11 +59,7 @@ def copy_weights(folder: Path, source: Path, change_weights: Edit) -> Path:
 def copy_checkpoint(
     source: Path, output_path: Path, weights: Edit | None = None, config: Edit | None = None, **fields: Any
 ) -> Path:
-    """Copy the folder of a checkpoint with changes; return the folder of the copy.
-
-    Args:
-        **fields: fields of `config.json` to change; the value None removes a field.
-    """
+    """Copy the folder of a checkpoint with changes; a field of `config.json` with the value None is removed."""
     shutil.copytree(source, output_path, dirs_exist_ok=True)
     if weights is not None:
         old_file = output_path / "pytorch_model.bin"
@@ -102,11 +97,7 @@ def copy_as_shards(source: Path, output_path: Path, ending: str = "safetensors",
 
 
 def copy_published_emu3(folder: Path) -> tuple[Path, Path]:
-    """Write the small Emu3 checkpoint in the layout that BAAI published.
-
-    Returns:
-        The folders `Emu3-Gen` of the decoder and `Emu3-VisionTokenizer` of the image tokenizer.
-    """
+    """Write the small Emu3 in the layout that BAAI published; return the folders of decoder and image tokenizer."""
     target = folder / "Emu3-Gen"
     vq = folder / "Emu3-VisionTokenizer"
     weights = load_file(EMU3 / "model.safetensors")

@@ -10,6 +10,5 @@ from stand_in_hub import serve_hub
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """Serve a hub of models on this host, and yield its address."""
     with serve_hub() as address:
         yield address

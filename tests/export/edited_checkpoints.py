@@ -83,22 +83,24 @@ def edit(
     source: Path,
     weights: Any = None,
     config: Any = None,
+    tokens: dict[str, int] | None = None,
+    tokenizer: Callable[[str], str] | None = None,
     files: dict[str, Callable[[str], str]] | None = None,
     without: str = "",
     **fields: Any,
 ) -> Reader:
-    """Return a reader of a family's checkpoint with the changes of `copy_checkpoint`.
-
-    Args:
-        files: function that edits the text of a file, by name.
-        without: name of a file to remove.
-    """
+    """Return a reader of an edited copy of a checkpoint; `tokens` are of its vocabulary, `files` edit texts."""
 
     def read(folder: Path) -> None:
         target = shutil.copytree(source, folder / "target")
         if weights or config or fields:
             copy_checkpoint(source, target, weights, config, **fields)
-        for name, change in (files or {}).items():
+        if tokens:
+            copy_checkpoint(source, target, config=lambda content: content["vocabulary_map"].update(tokens))
+        changes = dict(files or {})
+        if tokenizer:
+            changes["tokenizer.json"] = tokenizer
+        for name, change in changes.items():
             (target / name).write_text(change((target / name).read_text()))
         if without:
             (target / without).unlink()
@@ -145,8 +147,6 @@ def edit_groups(
 
 
 def read_groups_with_code(family: str) -> Reader:
-    """Return a reader of a training checkpoint that holds a pickled function."""
-
     def read(folder: Path) -> None:
         content = torch.load(GROUP_MODELS[family], weights_only=True)
         torch.save({**content, "scheduler": print}, folder / "target.pt")
@@ -207,12 +207,12 @@ def write_index(content: Any) -> Reader:
     return read
 
 
-def copy_vq_file(source: Path, name: str, read_folder: Reader) -> Reader:
+def copy_vq_file(source: Path, read_folder: Reader, name: str = "") -> Reader:
     """Return a reader of a folder that holds only one file of an image tokenizer."""
 
     def read(folder: Path) -> None:
         (folder / "vq").mkdir()
-        shutil.copy(source, folder / "vq" / name)
+        shutil.copy(source, folder / "vq" / (name or source.name))
         read_folder(folder / "vq")
 
     return read
@@ -264,6 +264,10 @@ def remove_weights(*prefixes: str) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def convert_to_booleans(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda weights: weights.update({name: weights[name] > 0})
+
+
 def rename_weight(name: str, new_name: str) -> Callable[[dict[str, Any]], None]:
     return lambda weights: weights.update({new_name: weights.pop(name)})
 
@@ -285,6 +289,6 @@ def read_early_row_end(folder: Path) -> None:
 
     edit(
         LUMINA,
-        config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 3, "<unk>": 142}),
-        files={"tokenizer.json": edit_json(rename_tokens)},
+        tokens={"<reserved08799>": 3, "<unk>": 142},
+        tokenizer=edit_json(rename_tokens),
     )(folder)

@@ -7,25 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
+from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
+from lantern_rt.methods import Sampling
 
 Arrays = dict[str, NDArray[Any]]
 TOLERANCE = 1e-4  # largest absolute difference of float32 values
 GUIDED_TOLERANCE = 3e-4  # larger, since guidance multiplies the difference of two rows by the guidance scale
 DATA = Path(__file__).parent.parent / "data"
+ROW_NAMES = ("cond", "uncond")  # batch rows in the names of recorded arrays
 
 
 def load_golden(folder: str) -> Arrays:
-    """Load the recorded arrays of a folder in `tests/data`, by name.
-
-    The recorded logits of text tokens are NaN where no test reads them.
-    """
+    """Load the recorded arrays of a folder by name; logits of text tokens are NaN where no test reads them."""
     with np.load(DATA / folder / "golden.npz") as file:
         return dict(file)
 
@@ -34,41 +32,40 @@ def read_manifest(bundle: Path) -> Manifest:
     return Manifest.model_validate_json((bundle / "bundle.json").read_text())
 
 
+def assert_same_bundles(first: Path, second: Path, differing_role: str = "") -> None:
+    """Compare the manifests of two bundles, with the hashes of all files but one, and without provenance."""
+    fields, other_fields = (read_manifest(folder).model_dump(exclude={"provenance"}) for folder in (first, second))
+    for manifest in (fields, other_fields):
+        manifest["files"].pop(differing_role, None)
+    assert fields == other_fields
+
+
 def assert_close(values: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) -> None:
     np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance, strict=True)
 
 
-def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
-    """Compute the embeddings of token ids, `[rows, tokens, width]`, with the condition graph of a bundle.
+def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return log-probabilities over the last axis; -inf stays -inf."""
+    scores64 = scores.astype(np.float64)
+    total = np.log(np.exp(scores64 - scores64.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    return (scores64 - scores64.max(-1, keepdims=True) - total).astype(np.float32)
 
-    Args:
-        ids: token ids, `[tokens]` or `[rows, tokens]`.
-    """
+
+def mix_guided(logits: NDArray[np.float32], scale: float = 3.0) -> NDArray[np.float32]:
+    """Return guided logits `[tokens, codes]` of conditional and unconditional logits `[2, tokens, codes]`."""
+    return mix_guided_logits(logits, Sampling(cfg_scale=scale))
+
+
+def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
+    """Compute the embeddings of token ids `[tokens]` or `[rows, tokens]` with the condition graph of a bundle."""
     tokens = np.atleast_2d(np.array(ids, np.int64))
     out = GraphFileSession(bundle / "condition.onnx").run({"token_ids": tokens, "uncond_ids": tokens[:, :1]})
     np.testing.assert_array_equal(out["uncond_embeds"], out["prefix_embeds"][:, :1])
     return out["prefix_embeds"]
 
 
-def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
-    """Run a graph without optimizations; return the named outputs and inner values, in the order of `names`."""
-    model = onnx.load(path)
-    for name in names:
-        if name not in {value.name for value in model.graph.output}:
-            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    options = onnxruntime.SessionOptions()
-    # Other optimization levels crash if the KV cache is empty.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return list(session.run(names, feeds))
-
-
 class GraphRunner:
-    """Runner of a decoder graph, with a KV cache that grows with every forward pass.
-
-    A node is a token of a forward pass: a token of the sequence or of a draft tree.
-    """
+    """Runner of a decoder graph, with a KV cache that grows with every forward pass."""
 
     def __init__(self, bundle: Path, role: str = "target", rows: int = 1) -> None:
         spec = getattr(read_manifest(bundle), role)
@@ -80,7 +77,6 @@ class GraphRunner:
 
     @property
     def length(self) -> int:
-        """Number of nodes in the KV cache."""
         return self.visible_nodes.shape[1]
 
     def step(
@@ -90,15 +86,7 @@ class GraphRunner:
         positions: NDArray[Any] | None = None,
         **inputs: NDArray[Any],
     ) -> Arrays:
-        """Run new nodes, append all of them to the KV cache and return the outputs of the graph.
-
-        Args:
-            visible: attention mask among the new nodes, `[nodes, nodes]` or `[rows, nodes, nodes]`, true where the
-                first node attends to the second node; causal by default.
-            visible_later: true for the new nodes that nodes of later passes attend to, a bool or `[rows, nodes]`.
-            positions: position ids, `[nodes]` or `[rows, nodes]`; consecutive by default.
-            **inputs: other inputs of the graph, `[rows, nodes, ...]`.
-        """
+        """Run new nodes and append them to the KV cache; masks are true where the first node attends to the second."""
         nodes = next(iter(inputs.values())).shape[1]
         new_mask = np.tri(nodes, dtype=bool) if visible is None else visible
         past_mask = np.broadcast_to(self.visible_nodes[:, None], (self.rows, nodes, self.length))
@@ -141,12 +129,7 @@ class PromptRunner:
         ]
 
     def step(self, tokens: NDArray[np.int64], depth: NDArray[np.int64] | None = None, **visible: Any) -> list[Arrays]:
-        """Run tokens in all rows; return the outputs of each row.
-
-        Args:
-            tokens: token ids, int64 `[nodes]`.
-            depth: depths of the nodes in a draft tree, int64 `[nodes]`; None for consecutive tokens.
-        """
+        """Run tokens in all rows; return the outputs of each row."""
         embeds = embed_tokens(self.bundle, tokens) if len(self.table) == 0 else self.table[tokens][None]
         positions = [None if depth is None else run.length + depth for run in self.row_runs]
         return [
@@ -154,8 +137,8 @@ class PromptRunner:
             for run, row_positions in zip(self.row_runs, positions, strict=True)
         ]
 
-
-def mix_guidance_rows(logits: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
-    """Return guided logits: `uncond + scale * (cond - uncond)`."""
-    cond, uncond = np.split(logits, 2)
-    return uncond + np.float32(scale) * (cond - uncond)
+    def compute_logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits `[rows, tokens, codes]` from which each of the tokens after the prompt is predicted."""
+        last_logits = [output["logits"][:, -1:] for output in self.outputs]
+        logits = [output["logits"] for output in self.step(np.array(ids[:-1], np.int64))]
+        return np.concatenate([np.concatenate(last_logits), np.concatenate(logits)], 1)

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint_copies import EMU35, EMU35_VQ, copy_checkpoint, copy_published_emu3
+from checkpoint_copies import (
+    ANOLE,
+    ANOLE_DRAFTER,
+    C2I,
+    COSMOS,
+    DRAFTER,
+    EMU35,
+    EMU35_VQ,
+    GLM_IMAGE,
+    JANUS,
+    LUMINA,
+    LUMINA2,
+    MOVQGAN,
+    SIMPLEAR,
+    T2I,
+    VQ,
+    VQGAN,
+    config_path,
+    copy_checkpoint,
+    copy_published_emu3,
+)
 from random_drafter import save_random_drafter
 from small_models import save_t5
 from stand_in_hub import REPOSITORIES, environment, run
@@ -19,7 +42,6 @@ from lantern_rt.bundle.hub import parse_hub_reference
 from lantern_rt.errors import CheckpointError
 from lantern_rt.published import PublishedModel
 
-DATA = Path(__file__).parent.parent / "data"
 NAME = "llamagen-c2i-b-256"
 ExportSources = tuple[dict[str, Path], dict[str, int]]  # checkpoints by role, and other options of `export`
 # Runs the command line. The first arguments are modules that cannot be imported, and another table of models.
@@ -34,69 +56,39 @@ main(sys.argv[1:])
 """
 
 
-def list_small_llamagen_sources(_folder: Path) -> ExportSources:
-    folder = DATA / "llamagen-c2i"
-    vq = DATA / "llamagen-vq/vq_tiny.pt"
-    return {"target": folder / "c2i_tiny.pt", "vq": vq, "config": folder / "config.json"}, {}
-
-
-def list_small_text_to_image_llamagen_sources(folder: Path) -> ExportSources:
+def list_text_to_image_llamagen_sources(folder: Path) -> ExportSources:
     save_t5(folder / "t5")
-    model = DATA / "llamagen-t2i"
-    files = {"target": model / "t2i_tiny.pt", "config": model / "config.json", "vq": DATA / "llamagen-vq/vq_tiny.pt"}
-    return files | {"drafter": DATA / "lantern-drafter-llamagen", "text_encoder": folder / "t5"}, {}
+    files = {"target": T2I, "config": config_path(T2I), "vq": VQ, "drafter": DRAFTER, "text_encoder": folder / "t5"}
+    return files, {}
 
 
-def list_small_anole_sources(_folder: Path) -> ExportSources:
-    vq = DATA / "chameleon-vqgan/vqgan.ckpt"
-    return {"target": DATA / "anole/target", "vq": vq, "drafter": DATA / "anole/drafter"}, {"grid": 8}
-
-
-def list_small_lumina_sources(folder: Path) -> ExportSources:
+def list_lumina_sources(folder: Path) -> ExportSources:
     save_random_drafter(folder / "drafter")
-    vq = DATA / "chameleon-vqgan/vqgan.ckpt"
-    return {"target": DATA / "lumina-mgpt/model", "vq": vq, "drafter": folder / "drafter"}, {"grid": 6}
+    return {"target": LUMINA, "vq": VQGAN / "vqgan.ckpt", "drafter": folder / "drafter"}, {"grid": 6}
 
 
-def list_small_lumina2_sources(_folder: Path) -> ExportSources:
-    folder = DATA / "lumina-mgpt-2"
-    return {"target": folder / "model", "vq": folder / "movqgan/270M/movqgan_270M.ckpt"}, {"grid": 8}
-
-
-def list_small_glm_image_sources(_folder: Path) -> ExportSources:
-    return {"target": DATA / "glm-image"}, {"grid": 2}
-
-
-def list_small_janus_sources(_folder: Path) -> ExportSources:
-    return {"target": DATA / "janus-deepseek/deepseek"}, {}
-
-
-def list_small_emu3_sources(folder: Path) -> ExportSources:
+def list_emu3_sources(folder: Path) -> ExportSources:
     target, vq = copy_published_emu3(folder)
     return {"target": target, "vq": vq}, {"grid": 4}
 
 
-def list_small_emu35_sources(folder: Path) -> ExportSources:
+def list_emu35_sources(folder: Path) -> ExportSources:
     copy_checkpoint(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
     return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
 
 
-def list_small_simplear_sources(_folder: Path) -> ExportSources:
-    return {"target": DATA / "simplear/model", "vq": DATA / "simplear/cosmos"}, {"grid": 5}
-
-
 # By family: function that returns small checkpoints, and writes missing files to its folder.
 SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
-    "llamagen": list_small_llamagen_sources,
-    "text": list_small_text_to_image_llamagen_sources,
-    "anole": list_small_anole_sources,
-    "lumina": list_small_lumina_sources,
-    "lumina2": list_small_lumina2_sources,
-    "glm_image": list_small_glm_image_sources,
-    "janus": list_small_janus_sources,
-    "emu3": list_small_emu3_sources,
-    "emu35": list_small_emu35_sources,
-    "simplear": list_small_simplear_sources,
+    "llamagen": lambda _: ({"target": C2I, "vq": VQ, "config": config_path(C2I)}, {}),
+    "text": list_text_to_image_llamagen_sources,
+    "anole": lambda _: ({"target": ANOLE, "vq": VQGAN / "vqgan.ckpt", "drafter": ANOLE_DRAFTER}, {"grid": 8}),
+    "lumina": list_lumina_sources,
+    "lumina2": lambda _: ({"target": LUMINA2, "vq": MOVQGAN / "movqgan_270M.ckpt"}, {"grid": 8}),
+    "glm_image": lambda _: ({"target": GLM_IMAGE}, {"grid": 2}),
+    "janus": lambda _: ({"target": JANUS}, {}),
+    "emu3": list_emu3_sources,
+    "emu35": list_emu35_sources,
+    "simplear": lambda _: ({"target": SIMPLEAR, "vq": COSMOS}, {"grid": 5}),
 }
 
 
@@ -134,7 +126,6 @@ class EmptyCacheHost:
         return [path.name for path in self.cache.glob("*")]
 
     def make_command(self, *arguments: object) -> list[str]:
-        """Return the arguments for Python that run `lantern-rt` with `arguments`."""
         return ["-c", PROGRAM, json.dumps(self.missing_modules), str(self.folder / "models.json"), *map(str, arguments)]
 
     def __call__(self, *arguments: object, hub: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -146,6 +137,18 @@ class EmptyCacheHost:
         variables = environment(self.hub, self.folder / "home", LANTERN_RT_CACHE=str(self.cache))
         command = [sys.executable, *self.make_command(*arguments)]
         return subprocess.Popen(command, env=variables, text=True, start_new_session=True, **options)
+
+    def kill_when(self, condition: Callable[[], object]) -> None:
+        """Start to generate an image, and kill the program as soon as the condition holds."""
+        program = self.start("run", self.name, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=self.folder)
+        end = time.monotonic() + 60
+        try:
+            while not condition():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+        finally:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
 
     def generate(self, name: str, hub: str | None = None) -> Path:
         image = self.folder / name

@@ -37,10 +37,7 @@ def make_target(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
 
 
 def randomise_norms(decoder: nn.Module) -> None:
-    """Replace the weights of norms by random values, so that a misplaced weight changes the output.
-
-    The initial values are 1 and 0, the same for every norm.
-    """
+    """Replace the weights of norms, 1 and 0 at first, by random ones, so that a misplaced weight changes the output."""
     for name, weight in decoder.named_parameters():
         if "norm" in name:
             nn.init.normal_(weight)
@@ -59,7 +56,6 @@ T5_SIZES = {
 
 
 def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
-    """Save a T5 with random weights and a tokenizer; return the encoder."""
     import transformers
 
     torch.manual_seed(0)

@@ -29,8 +29,6 @@ STALLING_FILES: set[str] = set()  # names of files whose next download stalls af
 
 
 class HubRequestHandler(BaseHTTPRequestHandler):
-    """Handler of the hub's HTTP requests that downloads and uploads need."""
-
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -84,7 +82,6 @@ class HubRequestHandler(BaseHTTPRequestHandler):
             self.send_json({"error": "unknown"}, 404)
 
     def handle_read(self, has_body: bool) -> None:
-        """Respond to a GET request, or to a HEAD request, whose response has no body."""
         parts = self.path.partition("?")[0].strip("/").split("/")
         if parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
             files = REPOSITORIES["/".join(parts[2:4])].items()
@@ -158,7 +155,6 @@ def serve_hub() -> Iterator[str]:
 
 
 def environment(endpoint: str, home: Path, **further: str) -> dict[str, str]:
-    """Return environment variables for a program that uses a hub."""
     settings = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(home),

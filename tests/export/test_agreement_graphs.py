@@ -35,12 +35,10 @@ SCENES = sample_scenes(40, seed=915_000)
 
 @pytest.fixture(scope="module")
 def scene_images() -> np.ndarray:
-    """Render `SCENES` as uint8 `[images, height, width, 3]`."""
     return render_scenes(SCENES)
 
 
 def open_judge(path: Path) -> PromptAgreementModel:
-    """Open the graph of a judge as `lantern-rt eval scenes --agreement` does."""
     return PromptAgreementModel(path, Preprocessing(), open_bundle("scenes"), 1)
 
 

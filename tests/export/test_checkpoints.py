@@ -210,6 +210,23 @@ def test_indexed_shards_give_the_transformer_of_a_single_file(tmp_path: Path, mo
     assert [role for role, _ in result.decoder.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
+def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
+    shutil.copy(C2I, tmp_path)
+    (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
+    assert read_llamagen_transformer(tmp_path, config=config_path(C2I)).decoder.checkpoint.sources[0] == (
+        "target",
+        tmp_path / C2I.name,
+    )
+
+
+def test_a_matching_configuration_beside_a_file_is_read(tmp_path: Path) -> None:
+    sources = read_llamagen_transformer(C2I).decoder.checkpoint.sources
+    assert sources == [("target", C2I), ("target_config", config_path(C2I))]
+    path = Path(shutil.copy(C2I, tmp_path))
+    copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
+    assert "n_head" in catch_error(CheckpointError, read_llamagen_transformer, path).remedy
+
+
 def test_both_configurations_are_sources(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
@@ -228,14 +245,6 @@ def test_shards_without_an_index_give_the_same_transformer(tmp_path: Path, names
     assert_same_transformer(
         read_llamagen_transformer(tmp_path, config=config), read_llamagen_transformer(C2I, config=config)
     )
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_a_file_from_fsdp_may_have_prefixes_before_names(tmp_path: Path, prefix: str) -> None:
-    weights = torch.load(C2I, weights_only=True)["model"]
-    torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
-    result = read_llamagen_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
-    assert_same_transformer(result, read_llamagen_transformer(C2I, config=config_path(C2I)))
 
 
 # ---------------------------------------------------------------- drafters

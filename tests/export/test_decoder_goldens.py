@@ -1,4 +1,4 @@
-"""Targets of families with row ends or Llama's layers, compared with every array recorded from published programs."""
+"""Targets of families with row ends or Llama's layers, compared with arrays recorded from published programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from goldens import DATA, GUIDED_TOLERANCE, Arrays, PromptRunner, assert_close, embed_tokens, load_golden, read_manifest
+from goldens import (
+    DATA,
+    GUIDED_TOLERANCE,
+    ROW_NAMES,
+    Arrays,
+    PromptRunner,
+    assert_close,
+    embed_tokens,
+    load_golden,
+    log_softmax,
+    mix_guided,
+    read_manifest,
+)
 from guided_logits import make_sampler
 from numpy.typing import NDArray
-from shared_goldens import ROW_NAMES, log_softmax, mix_guided, run_layers
 
 from lantern_rt.methods import Sampling
 
@@ -52,7 +63,6 @@ class GoldenFamily:
         return arrays
 
     def start_prompt(self) -> PromptRunner:
-        """Run the recorded conditional and unconditional prompt; return the runner for the tokens after the prompts."""
         first_code = None if self.row_end >= 0 else self.codes.start
         return PromptRunner(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"], first_code)
 
@@ -88,27 +98,17 @@ def test_the_prompt_has_the_recorded_outputs_keys_and_values(family: GoldenFamil
         assert_close(np.stack(tensors).transpose(0, 2, 1, 3), arrays[f"{row_name}_prefill_{part}s"])
 
 
-def test_the_embeddings_and_every_layer_have_the_recorded_values(family: GoldenFamily) -> None:
-    recorded = [row_name for row_name in ROW_NAMES if f"{row_name}_layer_hidden" in family.arrays]
-    assert "cond" in recorded
-    for row_name in recorded:
-        embeds, layers = run_layers(family.bundle, family.arrays[f"{row_name}_ids"])
-        assert_close(embeds[0], family.arrays[f"{row_name}_layer_hidden"][0], 0)
-        assert_close(np.concatenate(layers), family.arrays[f"{row_name}_layer_hidden"][1:])
-
-
 def test_single_tokens_have_the_recorded_outputs(family: GoldenFamily) -> None:
     arrays = family.arrays
     runs = family.start_prompt()
     to_scores = family.compute_scores
     count = len(arrays["decode_cond_hidden"])
     steps = [runs.step(arrays["decode_tokens"][k : k + 1]) for k in range(count)]
+    logits = np.stack([np.concatenate([step[i]["logits"][0] for step in steps]) for i in range(2)])
     for i, row_name in enumerate(ROW_NAMES):
         assert_close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), arrays[f"decode_{row_name}_hidden"])
-        assert_close(
-            np.concatenate([s[i]["logits"][0] for s in steps]), arrays[f"decode_{row_name}_logits"][:, family.codes]
-        )
-    guided = np.concatenate([mix_guided(step, family.scale) for step in steps])
+        assert_close(logits[i], arrays[f"decode_{row_name}_logits"][:, family.codes])
+    guided = mix_guided(logits, family.scale)
     assert_close(to_scores(guided), to_scores(arrays["decode_guided"][-count:, family.codes]), GUIDED_TOLERANCE)
 
 
@@ -127,7 +127,7 @@ def test_a_draft_tree_has_the_recorded_outputs_and_scores(family: GoldenFamily) 
     for outputs, row_name in zip(out, ROW_NAMES, strict=True):
         assert_close(outputs["hidden_states"][0], arrays[f"tree_{row_name}_hidden"])
         assert_close(outputs["logits"][0], arrays[f"tree_{row_name}_logits"][:, codes])
-    guided = mix_guided(out, family.scale)
+    guided = mix_guided(np.concatenate([outputs["logits"] for outputs in out]), family.scale)
     assert_close(to_scores(guided), to_scores(arrays["tree_guided"][:, codes]), GUIDED_TOLERANCE)
     if family.row_end < 0:
         return  # the filtered scores are recorded only for families whose row ends are forced
@@ -160,9 +160,7 @@ def test_every_token_of_a_run_of_lumina_has_the_recorded_scores(lumina_bundle: P
     scores = lumina.arrays[f"run{trace['prompt']}_{trace['name']}_scores"][:, lumina.codes]
     ids = trace["generated_ids"]
     runs = PromptRunner(lumina_bundle, [*trace["prompt_ids"], *ids[:3]], trace["unconditional_prefix"])
-    prefix_logits = runs.outputs[0]["logits"][0, -4:-1]  # begin of image and image size, without guidance
-    out = runs.step(np.array(ids[3:-1], np.int64))
-    last_logits = mix_guided([{"logits": output["logits"][:, -1:]} for output in runs.outputs])
-    assert_close(prefix_logits, scores[:3])
-    assert_close(np.concatenate([last_logits, mix_guided(out)[:-1]]), scores[3:-1], GUIDED_TOLERANCE)
-    assert_close(out[0]["logits"][0, -1], scores[-1])  # the end-of-turn token, without guidance
+    logits = runs.compute_logits(ids[3:])
+    assert_close(runs.outputs[0]["logits"][0, -4:-1], scores[:3])  # begin of image and image size, without guidance
+    assert_close(mix_guided(logits)[:-1], scores[3:-1], GUIDED_TOLERANCE)
+    assert_close(logits[0, -1], scores[-1])  # the end-of-turn token, without guidance

@@ -13,24 +13,25 @@ import pytest
 import torch
 from checkpoint_copies import EMU3, EMU3_ORIGINAL, copy_checkpoint, copy_published_emu3
 from family_readers import read_emu3
-from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden
-from guided_logits import make_sampler, mix_guided_logits
+from goldens import (
+    DATA,
+    GUIDED_TOLERANCE,
+    PromptRunner,
+    assert_close,
+    assert_same_bundles,
+    load_golden,
+    log_softmax,
+    mix_guided,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from safetensors.torch import load_file
-from shared_goldens import ROW_NAMES, log_softmax, mix_guided
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
-from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
-from lantern_rt.export.families.common import list_grid_shapes
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, make_emu3_prompt_layout
-from lantern_rt.export.graph.graphs import write_graph
-from lantern_rt.export.model import BundleContents
-from lantern_rt.methods import Sampling
-from lantern_rt.runtime.raster import RowEndLayout
+from lantern_rt.export.families.emu3 import SUFFIX, make_emu3_prompt_layout
+from lantern_rt.export.writer import export_model
 from lantern_rt.subjects.base import RequestContext
 from lantern_rt.subjects.negative_prompt import NegativePromptInput
 from lantern_rt.text.tokenizers import TemplateTokenizer
@@ -39,72 +40,19 @@ CODES = slice(557, 653)  # token ids of the codes
 ARRAYS = load_golden("emu3")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3" / "traces.json").read_text())
 SINGLE_IMAGE_RUNS = [trace for trace in TRACES if trace["name"] != "batch"]
-GUIDED_RUNS = [trace for trace in SINGLE_IMAGE_RUNS if trace["name"] in ("run0_cfg3", "run1_cfg3", "run2_cfg3")]
-BATCH = next(trace for trace in TRACES if trace["name"] == "batch")
 
 
-def get_trace_name(trace: dict[str, Any]) -> str:
-    return str(trace["name"])
-
-
-def test_guided_logits_give_the_recorded_codes_and_probabilities() -> None:
-    guidance = Sampling(cfg_scale=3.0)
-    # The published code applies guidance to log-probabilities. Guided logits differ by one constant for each node.
-    for name in ("decode", "tree"):
-        published = ARRAYS[f"{name}_guided"]
-        logits = np.stack([ARRAYS[f"{name}_{row_name}_logits"] for row_name in ROW_NAMES])
-        differences = mix_guided_logits(logits, guidance) - published
-        assert np.abs(differences - differences.mean(1, keepdims=True)).max() < GUIDED_TOLERANCE
-        assert np.abs(differences).max() > 1  # published scores and guided logits do differ
-        guided_logits = mix_guided_logits(logits[..., CODES], guidance)
-        published_logits = published[:, CODES]
-        for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
-            expected_codes = make_sampler(sampling).choose(published_logits, None)[0]
-            np.testing.assert_array_equal(make_sampler(sampling).choose(guided_logits, None)[0], expected_codes)
-            expected = make_sampler(sampling).compute_distribution(published_logits)
-            np.testing.assert_allclose(
-                make_sampler(sampling).compute_distribution(guided_logits), expected, rtol=0, atol=1e-4
-            )
-
-
-def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
-    """Return the guided logits `[tokens, codebook size]` for every token that a recorded run generated."""
-    runs = PromptRunner(bundle, trace["prompt_ids"], trace["unconditional_ids"])
-    prompt_logits = mix_guided([{"logits": output["logits"][:, -1:]} for output in runs.outputs], trace["cfg"])
-    out = runs.step(np.array(trace["generated_ids"][:-1], np.int64))
-    return np.concatenate([prompt_logits, mix_guided(out, trace["cfg"])])
-
-
-@pytest.mark.parametrize("trace", SINGLE_IMAGE_RUNS, ids=get_trace_name)
-def test_recorded_tokens_have_the_largest_guided_logits(emu3_bundle: Path, trace: dict[str, Any]) -> None:
-    scores = compute_guided_logits(emu3_bundle, trace)
-    ids = np.array(trace["generated_ids"])
-    (rows, columns) = trace["grid"]
-    assert len(ids) == rows * (columns + 1) + 3  # a row end per grid row, and three tokens after the image
-    is_free = np.array(trace["forced"]) == 0
-    assert is_free.tolist() == ([True] * columns + [False]) * rows + [False] * 3
-    best_codes = scores.argmax(-1)[is_free]
-    np.testing.assert_array_equal(best_codes + CODES.start, ids[is_free])
-    assert best_codes.reshape(rows, columns).tolist() == trace["codes"]
-
-
-@pytest.mark.parametrize("trace", GUIDED_RUNS, ids=get_trace_name)
+@pytest.mark.parametrize("trace", SINGLE_IMAGE_RUNS, ids=lambda trace: trace["name"])
 def test_every_token_of_a_run_has_the_recorded_scores(emu3_bundle: Path, trace: dict[str, Any]) -> None:
-    expected = ARRAYS[f"{trace['name']}_scores"][:, CODES]
-    assert_close(log_softmax(compute_guided_logits(emu3_bundle, trace)), log_softmax(expected), GUIDED_TOLERANCE)
-
-
-@pytest.mark.parametrize("row", range(2))
-def test_recorded_tokens_of_a_batch_have_the_largest_logits(emu3_bundle: Path, row: int) -> None:
-    is_real_token = np.array(BATCH["attention_mask"][row]) > 0
-    trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
-    trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[is_real_token].tolist()
-    scores = compute_guided_logits(emu3_bundle, trace)
-    ids = np.array(trace["generated_ids"])
-    is_code = ids >= CODES.start
-    rows, columns = BATCH["grids"][row]
-    assert is_code.sum() == rows * columns
-    np.testing.assert_array_equal(scores.argmax(-1)[is_code] + CODES.start, ids[is_code])
+    runs = PromptRunner(emu3_bundle, trace["prompt_ids"], trace["unconditional_ids"])
+    scores = log_softmax(mix_guided(runs.compute_logits(trace["generated_ids"]), trace["cfg"]))
+    rows, columns = trace["grid"]
+    is_free = np.array(trace["forced"]) == 0
+    # a row end per grid row, and three tokens after the image
+    assert is_free.tolist() == ([True] * columns + [False]) * rows + [False] * 3
+    assert scores[is_free].argmax(-1).reshape(rows, columns).tolist() == trace["codes"]
+    if f"{trace['name']}_scores" in ARRAYS:
+        assert_close(scores, log_softmax(ARRAYS[f"{trace['name']}_scores"][:, CODES]), GUIDED_TOLERANCE)
 
 
 PROTOCOL = json.loads((DATA / "emu3/protocol.json").read_text())
@@ -112,7 +60,6 @@ PROTOCOL = json.loads((DATA / "emu3/protocol.json").read_text())
 
 @pytest.fixture(scope="module")
 def original_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write the checkpoint in BAAI's layout; return the folders of the decoder and of the image tokenizer."""
     return copy_published_emu3(tmp_path_factory.mktemp("published"))
 
 
@@ -123,45 +70,31 @@ def tokenizers(original_folders: tuple[Path, Path]) -> dict[str, Tokenizer]:
     return {name: Tokenizer.from_buffer(model.extra_files["tokenizer"][1]) for name, model in models.items()}
 
 
-def get_contents(model: BundleContents) -> tuple[Any, ...]:
-    """Return manifest fields, code embeddings, codebook, and the bytes of weights by graph and name."""
-    weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
-    weight_bytes = {(role, name): compute_deferred_tensor(weight).numpy().tobytes() for role, name, weight in weights}
-    code_embeddings = compute_deferred_tensor(model.code_embeddings).tolist()
-    return {**model.manifest_fields}, code_embeddings, model.codebook.tolist(), weight_bytes
-
-
-def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
-    """Write the ONNX files of a model and return their contents by file name."""
-    folder.mkdir()
-    return {path.name: path.read_bytes() for graph in model.graphs for path in write_graph(graph, folder)}
-
-
 # ---------------------------------------------------------------- layouts
 
 
-def test_both_published_layouts_give_the_same_bundle(original_folders: tuple[Path, Path], tmp_path: Path) -> None:
-    hf_model = read_emu3(EMU3, grid=4)
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_model(read_emu3(EMU3, grid=4), tmp_path_factory.mktemp("export") / "emu3")
+
+
+def test_both_published_layouts_give_the_same_bundle(
+    bundle: Path, original_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     original_model = read_emu3(*original_folders, grid=4)
-    assert get_contents(hf_model) == get_contents(original_model)
-    assert write_graphs(hf_model, tmp_path / "hf") == write_graphs(original_model, tmp_path / "original")
-    assert [role for role, _ in original_model.sources] == [
-        "target_config",
-        "target_tokenizer",
-        "target_tokenizer",
-        "target",
-        "vq",
-    ]
+    assert_same_bundles(bundle, export_model(original_model, tmp_path / "emu3"), differing_role="tokenizer")
+    roles = ["target_config", "target_tokenizer", "target_tokenizer", "target", "vq"]
+    assert [role for role, _ in original_model.sources] == roles
 
 
-def test_a_checkpoint_of_transformers_5_gives_the_same_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_transformers_5_gives_the_same_bundle(bundle: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.Emu3ForConditionalGeneration.from_pretrained(EMU3)
     folder = copy_checkpoint(EMU3, tmp_path / "transformers-5")
     model.save_pretrained(folder, save_original_format=False)
     names = load_file(folder / "model.safetensors").keys()
     assert {"model.text_model.norm.weight", "model.vqmodel.quantize.embedding.weight", "lm_head.weight"} < names
-    assert get_contents(read_emu3(folder, grid=4)) == get_contents(read_emu3(EMU3, grid=4))
+    assert_same_bundles(bundle, export_model(read_emu3(folder, grid=4), tmp_path / "emu3"))
 
 
 def test_omitted_configuration_fields_have_the_usual_defaults(tmp_path: Path) -> None:
@@ -170,28 +103,6 @@ def test_omitted_configuration_fields_have_the_usual_defaults(tmp_path: Path) ->
     )
     rope = [read_emu3(checkpoint, grid=4).graphs[0].module.rope for checkpoint in (folder, EMU3)]
     assert torch.equal(*rope)
-
-
-def test_sizes_and_default_settings_equal_the_published_values() -> None:
-    ratios = PROTOCOL["sizes_for_image_area_518400"]
-    assert list_grid_shapes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
-    sampling = read_emu3(EMU3, grid=4).manifest_fields["sampling"]
-    assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg_default"], PROTOCOL["top_k_default"])
-    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
-    assert [PROTOCOL[name] for name in ("negative_default", "positive_suffix")] == [NEGATIVE, SUFFIX]
-
-
-@pytest.mark.parametrize("name", ["90x90", "68x120"])
-def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
-    forced = ARRAYS[f"official_forced_{name}"]
-    rows, columns = map(int, name.split("x"))
-    assert (rows, columns) in list_grid_shapes(PROTOCOL["image_area_default"], 8)
-    row_end = PROTOCOL["tokens"]["eol"]["official"]
-    layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
-    tokens.append(row_end)  # the layout omits the last row end, since no code follows
-    assert tokens == forced[: rows * (columns + 1)].tolist()
-    assert (forced[len(tokens) :] >= 0).all()
 
 
 # ---------------------------------------------------------------- prompts
@@ -205,7 +116,8 @@ def test_prompts_of_recorded_runs_have_the_recorded_token_ids(
     tokenizer = tokenizers[layout]
     prompt_layout = make_emu3_prompt_layout(tokenizer, trace["negative"])
     size = make_emu3_image_size(tokenizer, *trace["grid"], 2)
-    text = TemplateTokenizer(tokenizer, prompt_layout.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
+    prompt = prompt_layout.fill(trace["text"].removesuffix(SUFFIX), size.name)
+    text = TemplateTokenizer(tokenizer).encode(prompt, 2048)
     assert [*prompt_layout.before, *text.tolist(), *prompt_layout.after, *size.tokens] == trace["prompt_ids"]
     assert prompt_layout.uncond is not None
     if trace["unconditional_ids"] is not None:
@@ -229,11 +141,7 @@ def test_tokenizers_of_both_layouts_give_the_recorded_token_ids(
 
 
 def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Encode a piece of text as tiktoken does: repeatedly merge the pair of neighbours with the lowest rank.
-
-    Returns:
-        The token ids. Of pairs with equal ranks, the first is merged first.
-    """
+    """Encode a piece of text as tiktoken does: merge the neighbours of the lowest rank until none is left."""
     if piece in ranks:
         return [ranks[piece]]
     tokens = [piece[i : i + 1] for i in range(len(piece))]
@@ -245,7 +153,6 @@ def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tokenizer_and_ranks() -> tuple[Tokenizer, dict[bytes, int]]:
-    """Convert Emu3's tiktoken file; return the tokenizer, and the ranks in the file by token."""
     lines = (EMU3_ORIGINAL / "emu3.tiktoken").read_text().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
     return Tokenizer.from_buffer(convert_tiktoken(EMU3_ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from checkpoint_copies import (
     copy_checkpoint,
     copy_weights,
 )
-from family_readers import read_lumina
+from family_readers import read_llamagen_transformer, read_lumina
 from PIL import Image
 from refusals import catch_error
 
@@ -88,6 +89,16 @@ def test_weights_that_overflow_float32_are_rejected_by_name(program: Any, tmp_pa
     )
     assert exit_code == 2
     assert err.splitlines()[-1].startswith(f"lantern-rt: {target}: the weights overflow float32, found NaN or infinite")
+
+
+def test_the_error_of_a_missing_configuration_shows_an_example(program: Any, tmp_path: Path) -> None:
+    error = catch_error(CheckpointError, read_llamagen_transformer, Path(shutil.copy(C2I, tmp_path)))
+    assert error.remedy.startswith(
+        'give {"n_head": 12}, with your number, in a JSON file: as --config, or as config.json '
+    )
+    exit_code, out, _ = program("export", "--help")
+    assert exit_code == 0
+    assert '{"n_head": 12, "block_size": 256' in " ".join(out.replace("│", " ").split())
 
 
 def test_a_missing_file_named_like_an_option_is_rejected_by_name(program: Any) -> None:

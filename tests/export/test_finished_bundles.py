@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,6 @@ def bundle(tmp_path: Path) -> Iterator[Bundle]:
 
 
 def make_bundle_fields(bundle: Bundle) -> dict[str, Any]:
-    """Return the entry of a finished bundle in the table of published models."""
     size = sum(map(len, REPOSITORIES[REPOSITORY].values()))
     return {"reference": f"hf:{REPOSITORY}@{COMMIT}", "digest": bundle.digest, "download_bytes": size}
 
@@ -123,15 +119,7 @@ def test_caches_copied_to_another_home_are_used_read_only_and_offline(host: Empt
 
 def test_a_killed_download_resumes_without_complete_files(host: EmptyCacheHost) -> None:
     STALLING_FILES.add("vq_decoder.onnx")
-    program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
-    try:
-        deadline = time.monotonic() + 60
-        while "vq_decoder.onnx" in STALLING_FILES:  # until half of the file was sent
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
+    host.kill_when(lambda: "vq_decoder.onnx" not in STALLING_FILES)  # half of the file was sent
     assert not host.cache.exists()
     STALLING_FILES.add("target.onnx")  # this file is complete in the cache, so it is not downloaded again
     try:

@@ -55,11 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_with_small_sizes(folder: Path, output: Path, precision: str | None = None, compute: str = "float32") -> Path:
-    """Export a checkpoint with the image sizes of `GRIDS`; return the folder of the bundle.
-
-    Args:
-        precision: precision of the target's weights; None for the default.
-    """
+    """Export a checkpoint with the image sizes of `GRIDS`; return the folder of the bundle."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
         model = read_glm_image(folder, grid=2)
@@ -90,11 +86,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def generate(self, image: Image.Image, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
-        """Generate an image greedily from an image and `PROMPT`.
-
-        Returns:
-            The codes of the source image, the token ids of the prompt with these codes, and the codes of the new image.
-        """
+        """Generate an image greedily from an image and `PROMPT`."""
         content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
         sizes = {"target_h": 32 * rows, "target_w": 32 * columns}
         inputs = self.processor.apply_chat_template(
@@ -119,7 +111,6 @@ def transformers_model(folder: Path) -> TransformersModel:
 
 
 def make_source_image(rows: int, columns: int, seed: int = 0) -> Image.Image:
-    """Make an image of random coloured spots."""
     pixels = np.random.default_rng(seed).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     return Image.fromarray(pixels).resize((32 * columns, 32 * rows), Image.Resampling.BICUBIC)
 

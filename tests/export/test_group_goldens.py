@@ -1,4 +1,4 @@
-"""NAR's and PAR's exported graphs and images compared with every recorded array and run of the published programs."""
+"""NAR's and PAR's exported graphs and images compared with the recorded logits and runs of the published programs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from checkpoint_copies import VQ, copy_json
 from family_readers import read_nar, read_par
-from goldens import DATA, Arrays, assert_close, load_golden
+from goldens import DATA, GUIDED_TOLERANCE, Arrays, assert_close, load_golden
+from guided_logits import make_sampler, mix_guided_logits
 from numpy.typing import NDArray
-from onnx import numpy_helper
-from shared_goldens import (
-    check_logits,
-    compute_logits,
-    get_group_layout,
-    list_residual_names,
-    run_whole_sequence,
-    sample_recorded_codes,
-)
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.order import GroupOrderSpec
 from lantern_rt.export.families.nar import make_diagonal_order
 from lantern_rt.export.families.par import make_parallel_order
 from lantern_rt.export.writer import export_model
+from lantern_rt.methods import Sampling
+from lantern_rt.prepared import compute_prefixes, load_model
+from lantern_rt.runtime.groups import GroupLayout
+from lantern_rt.runtime.likelihood import compute_sequence_logits
+from lantern_rt.runtime.statistics import EngineTimer
 
 Trace = dict[str, Any]
 
@@ -108,17 +104,15 @@ OpenPipe = Callable[[GroupFamily, str, int], Pipeline]
 
 
 def list_prompts(family: GroupFamily, trace: Trace) -> list[dict[str, Any]]:
-    """Return the prompt of each image of a recorded run, as arguments of the pipeline."""
     if "class_ids" in trace:
         return [{"class_ids": class_id} for class_id in trace["class_ids"]]
-    return [make_caption_prompt(family.arrays, caption, trace["text_mask"]) for caption in trace["captions"]]
-
-
-def make_caption_prompt(arrays: Arrays, row: int, masked: bool = True) -> dict[str, Any]:
-    """Return a recorded caption as an argument of the pipeline; without a mask, recorded padding counts as text."""
-    if masked:
-        return {"embeddings": (arrays["t2i_t5_embeddings"][[row]], arrays["t2i_t5_mask"][[row]])}
-    return {"embeddings": (arrays["t2i_caption_emb"][[row]], np.ones_like(arrays["t2i_emb_mask"][[row]]))}
+    arrays = family.arrays
+    embeddings = arrays["t2i_t5_embeddings"]
+    mask = arrays["t2i_t5_mask"]
+    if not trace["text_mask"]:  # the padding counts as text
+        embeddings = arrays["t2i_caption_emb"]
+        mask = np.ones_like(arrays["t2i_emb_mask"])
+    return [{"embeddings": (embeddings[[caption]], mask[[caption]])} for caption in trace["captions"]]
 
 
 def merge_prompts(prompts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -127,27 +121,35 @@ def merge_prompts(prompts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"embeddings": tuple(map(np.concatenate, zip(*(prompt["embeddings"] for prompt in prompts), strict=True)))}
 
 
-def sort_as_recorded(family: GroupFamily, pipe: Pipeline, values: NDArray[Any]) -> NDArray[Any]:
-    """Sort values `[..., codes, size]` in order of generation as the family's arrays are recorded."""
-    return values[..., np.argsort(get_group_layout(pipe).generation_order), :] if family.in_raster_order else values
+def get_group_layout(pipe: Pipeline) -> GroupLayout:
+    layout = pipe.bundle.manifest.layout()
+    assert isinstance(layout, GroupLayout)
+    return layout
 
 
-def find_recorded_positions(family: GroupFamily, pipe: Pipeline, prefix: int) -> NDArray[np.int64]:
-    """Return the index in recorded arrays of each position of a whole sequence, `[prefix + codes - 1]`."""
-    cells = get_group_layout(pipe).generation_order
-    return np.array([*range(prefix), *(prefix + (cells if family.in_raster_order else np.arange(len(cells)))[:-1])])
+def compute_logits(pipe: Pipeline, codes: NDArray[np.int64], prompt: dict[str, Any]) -> NDArray[np.float32]:
+    """Compute the conditional and unconditional logits `[2, codes, vocabulary]` of an image."""
+    model = load_model(pipe.bundle, pipe.engines, [])
+    (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
+    logits = compute_sequence_logits(model, get_group_layout(pipe), [rows.cond, rows.uncond], codes, EngineTimer())
+    return np.concatenate([*logits], 1)
 
 
-def list_compared_positions(family: GroupFamily, model: str, nodes: int, caption: int) -> NDArray[np.bool_]:
-    """Return true at positions that are not padding: no position attends to padding, so padding may differ."""
-    mask = family.arrays["t2i_emb_mask"][caption].astype(bool) if model == "t2i" else np.ones(1, bool)
-    return np.concatenate([mask, np.ones(nodes - len(mask), bool)])
+def mix_guided(logits: NDArray[np.float32], trace: Trace) -> NDArray[np.float32]:
+    """Return the logits `[codes, vocabulary]` from which a recorded run sampled; some runs guide only some codes."""
+    guidance = Sampling(cfg_scale=trace["cfg"])
+    if not guidance.uses_guidance:
+        return logits[0]
+    is_guided = np.array(trace.get("guided", [1] * logits.shape[1]), bool)
+    return np.where(is_guided[:, None], mix_guided_logits(logits, guidance), logits[0])
 
 
-def read_rotary_table(pipe: Pipeline) -> NDArray[np.float32]:
-    graph = onnx.load(pipe.bundle.path("target")).graph
-    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    return np.stack([weights["rotary.cos"][:, ::2], weights["rotary.sin"][:, 1::2]], -1)
+def sample_codes(logits: NDArray[np.float32], image: int, trace: Trace) -> list[int]:
+    if not trace["sample"]:
+        return logits.argmax(1).tolist()
+    sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
+    cumulative = make_sampler(sampling).compute_distribution(logits).cumsum(1)
+    return (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"][image])[:, None]).sum(1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -178,130 +180,23 @@ def test_cells_are_generated_in_the_published_order(
     )
 
 
-@pytest.mark.parametrize(("family", "model", "grid"), [case for case in CASES if case[0] is NAR], ids=get_id)
-def test_nars_attention_mask_and_rotary_table_are_recorded(
-    open_pipe: OpenPipe, family: GroupFamily, model: str, grid: int
-) -> None:
-    pipe = open_pipe(family, model, grid)
-    arrays = family.arrays
-    prefix = {"c2i": 1, "t2i": 8}[model]
-    order = get_group_layout(pipe)
-    code_pass = order.lay_out_groups(range(1, len(order.groups)), np.arange(grid**2))
-    raster_order = np.argsort(code_pass.positions)
-    # The token of the last cell is never an input.
-    assert code_pass.positions[raster_order].tolist() == [*range(grid**2 - 1)]
-    assert code_pass.tokens.tolist() == [*range(grid**2 - 1)]  # numbers in the order of generation
-    mask_among_cells = code_pass.ancestor_mask[raster_order][:, raster_order]
-    if model == "c2i":
-        recorded = arrays[f"c2i_g{grid}_mask"]
-        np.testing.assert_array_equal(mask_among_cells, recorded[1:, 1:-1])
-        assert (recorded[:, 0] == 1).all()
-    elif grid == 4:
-        for i, recorded in enumerate(arrays["t2i_run0_mask"]):
-            np.testing.assert_array_equal(mask_among_cells, recorded[prefix:, prefix:-1])
-            assert (recorded[prefix:, :prefix] == arrays["t2i_emb_mask"][i].astype(bool)).all()
-    assert_close(read_rotary_table(pipe)[: prefix + grid**2], arrays[f"{model}_g{grid}_rope"], 1e-6)
-
-
-@pytest.mark.parametrize(("family", "model", "grid"), [case for case in CASES if case[0] is PAR], ids=get_id)
-def test_pars_inputs_mask_and_rotary_positions_are_recorded(
-    open_pipe: OpenPipe, family: GroupFamily, model: str, grid: int
-) -> None:
-    pipe = open_pipe(family, model, grid)
-    arrays = family.arrays
-    order = get_group_layout(pipe)
-    cells = grid**2
-    code_pass = order.lay_out_groups(range(1, len(order.groups)), np.arange(cells))
-    inputs = np.where(code_pass.positions == cells, order.first_learned_token - 2 - code_pass.tokens, code_pass.tokens)
-    np.testing.assert_array_equal(inputs, arrays[f"{model}_g{grid}_fed"][1:])
-    np.testing.assert_array_equal(code_pass.ancestor_mask, arrays[f"{model}_g{grid}_mask"][1:, 1:])
-    assert (arrays[f"{model}_g{grid}_mask"][:, 0] == 1).all()
-    table = read_rotary_table(pipe)[[0, *(1 + code_pass.positions)]]
-    assert_close(table, arrays[f"{model}_g{grid}_rope"][:cells], 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("family", "model", "grid"), [(NAR, "c2i", 6), (NAR, "t2i", 4), (PAR, "4x", 6), (PAR, "16x", 8)], ids=get_id
-)
-def test_a_pass_over_an_image_gives_the_recorded_outputs(
-    open_pipe: OpenPipe, family: GroupFamily, model: str, grid: int
-) -> None:
-    pipe = open_pipe(family, model, grid)
-    arrays = family.arrays
-    if model == "t2i":
-        prompt = make_caption_prompt(arrays, 0)
-    else:
-        prompt = {"class_ids": int(arrays[f"{model}_tf_class_ids"][0])}
-    tokens = arrays[f"{model}_tf_tokens"]
-    if family.in_raster_order:
-        tokens = tokens[get_group_layout(pipe).generation_order]
-    logits = sort_as_recorded(family, pipe, compute_logits(pipe, tokens, **prompt))
-    assert_close(logits, arrays[f"{model}_tf_logits"][:, : grid**2])
-    residuals = list_residual_names(pipe.bundle.folder)
-    # NAR's heads follow the last layer; PAR's recording of the last layer is normalized.
-    names = residuals[2::2] if family is NAR else residuals[2:-1:2]
-    outputs = ["hidden_states", *(("states_below", "logits") if family is NAR else ())]
-    embeds, *values = run_whole_sequence(pipe, tokens, [*names, *outputs], **prompt)
-    layers = [layer.swapaxes(0, 1)[:1] for layer in values[: len(names)]]
-    right, *others = (value[:1] for value in values[len(names) :])
-    nodes = embeds.shape[1]
-    is_compared = list_compared_positions(family, model, nodes, 0)
-    positions = find_recorded_positions(family, pipe, nodes - grid**2 + 1)[is_compared]
-
-    def compare(computed: NDArray[np.float32], name: str) -> None:
-        assert_close(computed[:, is_compared], arrays[f"{model}_tf_{name}"][:, positions])
-
-    if family is PAR:
-        compare(np.concatenate([embeds[:1], *layers, right]), "layer_hidden")
-    else:
-        below, head_logits = others
-        compare(np.concatenate([embeds[:1], *layers]), "layer_hidden")
-        compare(right, "right_hidden")
-        compare(below, "below_hidden")
-        compare(head_logits[..., :128], "right_logits")
-        compare(head_logits[..., 128:], "below_logits")
-
-
-@pytest.mark.parametrize(
-    ("family", "model", "grid"), [(NAR, "c2i", 4), (NAR, "t2i", 4), (PAR, "4x", 4), (PAR, "16x", 8)], ids=get_id
-)
-def test_the_first_run_has_the_recorded_inputs_and_cache(
-    open_pipe: OpenPipe, family: GroupFamily, model: str, grid: int
-) -> None:
-    trace = next(trace for trace in family.traces if (trace["model"], trace["grid"]) == (model, grid))
-    pipe = open_pipe(family, model, grid)
-    arrays = family.arrays
-    cells = get_group_layout(pipe).generation_order
-    layers = pipe.bundle.manifest.target.num_layers
-    names = [f"new_key_values.{i}.{part}" for part in ("key", "value") for i in range(layers)]
-    prompt = list_prompts(family, trace)[0]
-    codes = np.array(trace["raster"][0])[cells]
-    embeds, *cache, logits = run_whole_sequence(pipe, codes, [*names, "logits"], **prompt)
-    nodes = embeds.shape[1]
-    prefix = nodes - grid**2 + 1
-    is_compared = list_compared_positions(family, model, nodes, trace.get("captions", [0])[0])
-    positions = find_recorded_positions(family, pipe, prefix)[is_compared]
-    assert_close(embeds[:, is_compared], arrays[f"{model}_g{grid}_inputs"][:, positions])
-    for part, tensors in (("keys", cache[:layers]), ("values", cache[layers:])):
-        entries = np.stack(tensors).transpose(0, 2, 3, 1, 4)  # [layer, row, head, position, width]
-        assert_close(entries[..., is_compared, :], arrays[f"{model}_g{grid}_{part}"][..., positions, :])
-    if family is NAR:
-        for head, name in enumerate(("right", "below")):
-            head_logits = logits[:, prefix - 1 :, 128 * head : 128 * (head + 1)]
-            assert_close(head_logits, arrays[f"{model}_run0_{name}_logits"][:, [0, *(1 + cells[:-1])]])
-
-
 @pytest.mark.parametrize(("family", "trace"), RUNS, ids=get_id)
 def test_logits_of_a_run_lead_to_the_recorded_tokens(open_pipe: OpenPipe, family: GroupFamily, trace: Trace) -> None:
     pipe = open_pipe(family, trace["model"], trace["grid"])
     cells = get_group_layout(pipe).generation_order
+    recorded = {part: family.arrays.get(f"{trace['name']}_{part}_logits") for part in ("used", "cond", "uncond")}
     for i, (prompt, raster) in enumerate(zip(list_prompts(family, trace), trace["raster"], strict=True)):
         codes = np.array(raster)[cells]
         assert codes.tolist() == trace.get("ids", {i: codes.tolist()})[i]
-        row_logits = sort_as_recorded(family, pipe, compute_logits(pipe, codes, **prompt))
-        guided_logits = check_logits(trace["name"], i, trace, row_logits, family.arrays)
-        in_generation_order = guided_logits[cells] if family.in_raster_order else guided_logits
-        assert sample_recorded_codes(in_generation_order, i, trace) == codes.tolist()
+        logits = compute_logits(pipe, codes, prompt)
+        if family.in_raster_order:
+            logits = logits[:, np.argsort(cells)]
+        guided = mix_guided(logits, trace)
+        if recorded["used"] is not None:
+            assert_close(guided, recorded["used"][i], GUIDED_TOLERANCE)
+        if recorded["cond"] is not None and recorded["uncond"] is not None:
+            assert_close(logits, np.stack([recorded["cond"][i], recorded["uncond"][i]]))
+        assert sample_codes(guided[cells] if family.in_raster_order else guided, i, trace) == codes.tolist()
 
 
 @pytest.mark.parametrize(("family", "trace"), GREEDY, ids=get_id)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import stand_in_hub
@@ -82,80 +82,43 @@ def endpoint() -> Iterator[str]:
         yield address
 
 
-class FetchResults:
-    """Results of fetching checkpoints from the hub, and then from the same cache without the hub."""
-
-    known_references: ClassVar = [
-        "hf:owner/target",
-        "hf:owner/target@v1",
-        "hf:owner/files/vq/vq_tiny.pt",
-        "hf:owner/shards",
-    ]
-    missing_references: ClassVar = [
-        "hf:owner/nothing",
-        "hf:owner/target@v9",
-        "hf:owner/files",
-        "hf:owner/files/missing.pt",
-    ]
-    uncached_references: ClassVar = ["hf:owner/shards@v1", "hf:owner/files/other.pt"]
-
-    def __init__(self, endpoint: str, home: Path) -> None:
-        online = self._fetch(endpoint, home, *self.known_references, *self.missing_references)
-        offline = self._fetch("http://127.0.0.1:9", home, *self.known_references, *self.uncached_references)
-        split = len(self.known_references)
-        self.online = online[:split]
-        self.missing = online[split:]
-        self.offline = offline[:split]
-        self.uncached_offline = offline[split:]
-
-    def _fetch(self, endpoint: str, home: Path, *references: str) -> list[tuple[str, Any]]:
-        """Fetch checkpoints; return the path and the file references of each, or the wrong field and the error."""
-        process = run(endpoint, home, "-c", FETCH, *references)
-        assert process.returncode == 0, process.stderr
-        return [tuple(json.loads(line)) for line in process.stdout.splitlines()]
+def fetch(endpoint: str, home: Path, *references: str, code: str = FETCH, **variables: str) -> list[tuple[str, Any]]:
+    """Fetch checkpoints; return the path and the file references of each, or the wrong field and the error."""
+    process = run(endpoint, home, "-c", code, *references, **variables)
+    assert process.returncode == 0, process.stderr
+    return [tuple(json.loads(line)) for line in process.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def fetch_results(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> FetchResults:
-    return FetchResults(endpoint, tmp_path_factory.mktemp("hub"))
-
-
-def test_only_needed_files_are_fetched_and_all_at_one_commit(fetch_results: FetchResults) -> None:
-    assert [references for _, references in fetch_results.online] == [
-        [f"hf:owner/target/config.json@{COMMIT}", f"hf:owner/target/model.safetensors@{COMMIT}"],
-        [f"hf:owner/target/config.json@{OLD_COMMIT}", f"hf:owner/target/model.safetensors@{OLD_COMMIT}"],
-        [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}"],
-        [f"hf:owner/shards/{name}@{COMMIT}" for name in sorted(REPOSITORIES["owner/shards"])],
-    ]
-    weights = Path(fetch_results.online[0][0], "model.safetensors")
+def test_needed_files_are_fetched_at_one_commit_and_read_without_the_hub(endpoint: str, tmp_path: Path) -> None:
+    expected = {
+        "hf:owner/target": [f"hf:owner/target/{name}@{COMMIT}" for name in ("config.json", "model.safetensors")],
+        "hf:owner/target@v1": [f"hf:owner/target/{name}@{OLD_COMMIT}" for name in ("config.json", "model.safetensors")],
+        "hf:owner/files/vq/vq_tiny.pt": [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}"],
+        "hf:owner/shards": [f"hf:owner/shards/{name}@{COMMIT}" for name in sorted(REPOSITORIES["owner/shards"])],
+    }
+    fetched = fetch(endpoint, tmp_path, *expected)
+    assert [references for _, references in fetched] == [*expected.values()]
+    weights = Path(fetched[0][0], "model.safetensors")
     assert weights.read_bytes() == REPOSITORIES["owner/target"]["model.safetensors"]
-
-
-def test_fetched_checkpoints_are_read_without_the_hub(fetch_results: FetchResults) -> None:
-    assert fetch_results.offline == fetch_results.online
-
-
-def test_a_missing_repository_revision_or_file_is_rejected(fetch_results: FetchResults) -> None:
-    expected = (
-        "Repository Not Found",
-        "Revision Not Found",
-        "found other.pt, vq/vq_tiny.pt, expected model.safetensors or alike; name one: hf:owner/files/FILE",
-        "no such file, found other.pt, vq/vq_tiny.pt; give one of these",
-    )
-    for reference, words, (field, message) in zip(
-        FetchResults.missing_references, expected, fetch_results.missing, strict=True
-    ):
-        assert field == reference
-        assert words in message
-
-
-def test_without_the_hub_a_manual_download_is_suggested(fetch_results: FetchResults) -> None:
-    for reference, (field, message) in zip(
-        FetchResults.uncached_references, fetch_results.uncached_offline, strict=True
-    ):
+    uncached = ["hf:owner/shards@v1", "hf:owner/files/other.pt"]
+    *offline, shards_error, file_error = fetch("http://127.0.0.1:9", tmp_path, *expected, *uncached)
+    assert offline == fetched
+    for reference, (field, message) in zip(uncached, (shards_error, file_error), strict=True):
         assert field == reference
         assert "the hub cannot be reached (" in message
         assert message.endswith(" by hand and give its path")
+
+
+def test_a_missing_repository_revision_or_file_is_rejected(endpoint: str, tmp_path: Path) -> None:
+    expected = {
+        "hf:owner/nothing": "Repository Not Found",
+        "hf:owner/target@v9": "Revision Not Found",
+        "hf:owner/files": "expected model.safetensors or alike; name one: hf:owner/files/FILE",
+        "hf:owner/files/missing.pt": "no such file, found other.pt, vq/vq_tiny.pt; give one of these",
+    }
+    for reference, (field, message) in zip(expected, fetch(endpoint, tmp_path, *expected), strict=True):
+        assert field == reference
+        assert expected[reference] in message
 
 
 @pytest.mark.slow
@@ -185,16 +148,9 @@ def test_a_checkpoint_beyond_the_free_disk_space_is_rejected(
 ) -> None:
     sizes = {name: 10**17 for name in REPOSITORIES[reference.removeprefix("hf:")] if name.endswith(".safetensors")}
     monkeypatch.setattr(stand_in_hub, "LISTED_SIZES", sizes)
-    arguments = [
-        "--target",
-        reference,
-        "--vq",
-        str(DATA / "llamagen-vq/vq_tiny.pt"),
-        "--output",
-        str(tmp_path / "bundle"),
-    ]
-    arguments += ["--precision", "int4-weights"]
-    process = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
+    files = ["--target", reference, "--vq", str(DATA / "llamagen-vq/vq_tiny.pt"), "--output", str(tmp_path / "bundle")]
+    options = [*files, "--precision", "int4-weights"]
+    process = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *options)
     assert (process.returncode, process.stderr.count("\n")) == (2, 1), process.stderr
     # The download has 4 bytes per weight. The bundle, with int4 weights, has 0.625 bytes.
     needed_gigabytes = len(sizes) * 1e8 * (1 + 0.625 / 4)
@@ -231,8 +187,7 @@ def test_a_file_that_the_hub_lacks_is_named_with_the_status(
             send_file(handler, repository, revision, name, has_body)
 
     monkeypatch.setattr(HubRequestHandler, "send_file", send_error)
-    process = run(endpoint, tmp_path, "-c", FETCH, "hf:owner/target")
-    field, text = json.loads(process.stdout)
+    ((field, text),) = fetch(endpoint, tmp_path, "hf:owner/target")
     assert field == "hf:owner/target"
     assert "rejected by the hub (Client error '404 Not Found'" in text
 
@@ -247,10 +202,9 @@ def test_headers_of_the_hub_cannot_write_files_outside_the_cache(
     for outside_path in (str(tmp_path / "outside"), "../../../../outside"):
         REPLACED_HEADERS[repository] = {header: f'W/"{outside_path}"' if "tag" in header.lower() else outside_path}
         try:
-            process = run(endpoint, home, "-c", FETCH, reference)
+            fetch(endpoint, home, reference)
         finally:
             REPLACED_HEADERS.pop(repository)
-        assert process.returncode == 0, process.stderr
         files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
         assert [path for path in files if "outside" in path.name or not path.resolve().is_relative_to(home)] == []
 
@@ -298,8 +252,7 @@ def test_a_hub_that_does_not_respond_is_an_error_after_a_timeout(tmp_path: Path)
         code = FETCH.replace(
             "for reference", "from lantern_rt.export.checkpoints import hub; hub._SECONDS = 1\nfor reference"
         )
-        process = run(address, tmp_path, "-c", code, "hf:owner/target", **timeouts)
-    field, text = json.loads(process.stdout)
+        ((field, text),) = fetch(address, tmp_path, "hf:owner/target", code=code, **timeouts)
     assert (field, "the hub cannot be reached (timed out)" in text) == ("hf:owner/target", True)
 
 
@@ -308,8 +261,8 @@ def test_a_cache_that_cannot_be_written_is_named(endpoint: str, tmp_path: Path, 
     code = (
         f"import os, huggingface_hub\ndef fail(*_, **__): raise OSError({error_number}, os.strerror({error_number}))\n"
     )
-    process = run(endpoint, tmp_path, "-c", f"{code}huggingface_hub.hf_hub_download = fail\n{FETCH}", "hf:owner/target")
-    field, text = json.loads(process.stdout)
+    code += f"huggingface_hub.hf_hub_download = fail\n{FETCH}"
+    ((field, text),) = fetch(endpoint, tmp_path, "hf:owner/target", code=code)
     assert (field, f"the hub's cache {tmp_path / 'hub'} cannot be written" in text) == ("hf:owner/target", True), text
     assert "HF_HOME" in text
 
@@ -342,8 +295,6 @@ def test_fetching_a_local_path_returns_the_path_unchanged(tmp_path: Path) -> Non
 
 
 class HubCommandLine:
-    """Command line `lantern-rt` that uses the hub and a cache in a folder."""
-
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.endpoint = endpoint
         self.folder = folder
@@ -425,14 +376,8 @@ def test_errors_of_push_and_of_wrong_references_are_one_line(program: HubCommand
         code, line = program("push", copied, "owner/pushed", HF_TOKEN="hf_token")
         assert (code, f"file: found {path!r}, expected a name of letters" in line) == (2, True), line
     foreign_image = tmp_path / "foreign.png"  # an image of another bundle
-    assert program(
-        "run",
-        make_tiny_bundle(tmp_path / "other", "class", weight_offset=1),
-        "--class-id",
-        1,
-        "--output",
-        foreign_image,
-    )
+    other_bundle = make_tiny_bundle(tmp_path / "other", "class", weight_offset=1)
+    assert program("run", other_bundle, "--class-id", 1, "--output", foreign_image)
     for arguments, expected in (
         (("push", folder, "owner/pushed"), "owner/pushed: rejected by the hub (Client error '401"),
         (("push", folder, "pushed"), "repository: found 'pushed', expected owner/name"),

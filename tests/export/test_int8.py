@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_path, copy_weights
 from family_readers import read_emu3
-from goldens import compute_graph_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_models import CONFIG, make_target, randomise_norms
+from tiny_graphs import write_graph
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
@@ -50,7 +50,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def session(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = make_graph_file(graph, "int8").write(tmp_path_factory.mktemp("int8") / "target.onnx")[0]
+    path = write_graph(graph, tmp_path_factory.mktemp("int8"), "int8")
     onnx.checker.check_model(path)
     return load_session(path, 2, "cpu")
 
@@ -63,13 +63,7 @@ def embeds() -> Floats:
 def run_pass(
     session: Any, embeds: Floats, positions: Any, new_mask: NDArray[np.bool_], past: Past, num_masked: int = 1
 ) -> dict[str, Floats]:
-    """Run a forward pass and return the outputs by name.
-
-    Args:
-        embeds: embeddings of the nodes, `[rows, nodes, width]`.
-        positions: position ids, one for all nodes or `[nodes]`.
-        new_mask: true where the first node attends to the second node, `[nodes, nodes]`.
-    """
+    """Run a forward pass and return the outputs by name."""
     rows, nodes = embeds.shape[:2]
     num_past = len(next(iter(past.values())))
     mask = np.zeros((rows, 1, nodes, num_past + nodes), np.float32)
@@ -87,11 +81,7 @@ def make_masked_past(session: Any, num_masked: int = 1) -> Past:
 
 
 def compute_chain_logits(session: Any, embeds: Floats, sizes: list[int], num_masked: int = 1) -> Floats:
-    """Return the logits `[rows, nodes, codes]` of a sequence, run in several forward passes.
-
-    Args:
-        embeds: embeddings of the sequence, `[rows, nodes, width]`.
-    """
+    """Return the logits `[rows, nodes, codes]` of a sequence, run in several forward passes."""
     past = make_masked_past(session, num_masked)
     num_done = 0
     logits = list[Floats]()
@@ -142,7 +132,7 @@ def test_a_path_of_a_tree_has_exactly_the_logits_of_a_sequence(
 
 
 def test_every_weight_is_an_input_of_exactly_one_matmul(graph: Graph, tmp_path: Path) -> None:
-    nodes = onnx.load(make_graph_file(graph, "int8").write(tmp_path / "target.onnx")[0]).graph.node
+    nodes = onnx.load(write_graph(graph, tmp_path, "int8")).graph.node
     weights = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear" and "weight" in node.output[0]}
     multiplied_weights = [node.input[1] for node in nodes if node.op_type == "MatMul" and node.input[1] in weights]
     assert len(multiplied_weights) == len(weights) > CONFIG.num_layers
@@ -153,7 +143,7 @@ def test_onnx_runtime_runs_at_most_90_operations_per_layer(graph: Graph, tmp_pat
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3  # no warning that the file is only for this processor
-    onnxruntime.InferenceSession(make_graph_file(graph, "int8").write(tmp_path / "target.onnx")[0], options)
+    onnxruntime.InferenceSession(write_graph(graph, tmp_path, "int8"), options)
     outside_layers = 16  # embeddings, output head, and transposes of inputs and outputs
     assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 90 * CONFIG.num_layers + outside_layers
 
@@ -173,7 +163,7 @@ def test_logits_of_wide_heads_do_not_depend_on_masked_nodes(width: int, tmp_path
     )
     with torch.no_grad():
         dict(target.module.named_parameters())["layers.0.attention.qkv.weight"] *= 8
-    session = load_session(make_graph_file(target, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
+    session = load_session(write_graph(target, tmp_path, "int8"), 2, "cpu")
     embeds = np.random.default_rng(0).standard_normal((2, NODES, 2 * width), dtype=np.float32)
     expected = compute_chain_logits(session, embeds, [2])
     for num_masked in (64, 100, 190):
@@ -236,12 +226,21 @@ def scale_down_residuals(weights: Weights) -> None:
 
 
 def make_image_decoder(family: str) -> Graph:
-    """Make the graph of the image decoder of a family: `llamagen`, `chameleon` or `emu3`."""
     if family == "emu3":
         graphs = read_emu3(EMU3, grid=4).graphs
     else:
         graphs = make_vq_graphs(read_llamagen_vq(VQ) if family == "llamagen" else read_vqgan(VQGAN)[0], 4)
     return next(graph for graph in graphs if graph.role == "vq_decoder")
+
+
+def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) -> Any:
+    model = onnx.load(path)
+    for name in names:
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(names, feeds)
 
 
 @pytest.mark.parametrize("family", ["llamagen", "chameleon", "emu3"])

@@ -30,11 +30,7 @@ OUTPUT_LAYER = "layers.1.attention.wo"
 def save_adapter(
     folder: Path, shapes: dict[str, tuple[int, int]], weights: Weights | None = None, **config: Any
 ) -> tuple[Path, Weights]:
-    """Save a random adapter of rank 2 and alpha 6 in PEFT's format.
-
-    Returns:
-        The folder, and the product `B @ A` of each layer, by the name of the layer's weight.
-    """
+    """Save a random adapter of rank 2 and alpha 6 in PEFT's format; return its folder, and `B @ A` by weight."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(len(folder.name))
     tensors = dict(weights or {})

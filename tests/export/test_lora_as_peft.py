@@ -44,8 +44,6 @@ UNSAVED_FIELD = "runtime_config"  # PEFT does not write this field
 
 
 class Layer(nn.Module):
-    """Layer with two projections, without a forward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q_proj = nn.Linear(12, 16, bias=False)
@@ -53,8 +51,6 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Model with random weights under the names of a language model, without a forward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

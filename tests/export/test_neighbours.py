@@ -12,7 +12,6 @@ from lantern_rt.export.neighbours import compute_neighbour_table
 
 
 def load_codebook() -> np.ndarray:
-    """Return the codebook vectors `[128, width]` of the small image tokenizer."""
     weights = torch.load(DATA / "llamagen-vq/vq_tiny.pt", weights_only=True)["model"]
     rows: np.ndarray = weights["quantize.embedding.weight"].numpy()
     return rows

@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto
 from refusals import expect_error
 from small_models import make_target
+from tiny_graphs import write_graph
 
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.bundle.weights import StoredWeights
@@ -189,7 +190,7 @@ def test_integer_weights_become_float16_in_float16_graphs(tmp_path: Path, rule: 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
 def test_outputs_of_integer_graphs_do_not_depend_on_the_nodes(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.float32)
-    path = make_graph_file(graph, rule).write(tmp_path / "target.onnx")[0]
+    path = write_graph(graph, tmp_path, rule)
     session = GraphFileSession(path)  # uses all fusions of ONNX Runtime, like generation
     inputs = dict(list(graph.test_cases.values())[-1])
     nodes = inputs["position_ids"].shape[1]
@@ -207,7 +208,7 @@ def test_outputs_of_integer_graphs_do_not_depend_on_the_nodes(tmp_path: Path, ru
 
 def test_onnx_runtime_fuses_dequantization_and_product(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    path = make_graph_file(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
+    path = write_graph(make_target(torch.float32), tmp_path, "int8-weights")
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 4

@@ -21,12 +21,12 @@ from stand_in_hub import COMMIT, PUBLIC_REPOSITORIES, REPOSITORIES, run
 
 from lantern_rt import published
 
+REPOSITORY = f"owner/{NAME}-int8"
 MISSING_MODULES = ["torch", "onnx", "safetensors", "transformers"]
 
 
 @pytest.fixture(autouse=True)
 def restore_repositories() -> Iterator[None]:
-    """Remove the repositories that a test adds to the fake hub."""
     repositories = dict(REPOSITORIES)
     yield
     REPOSITORIES.clear()
@@ -34,36 +34,55 @@ def restore_repositories() -> Iterator[None]:
 
 
 def run_publish(host: EmptyCacheHost, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `deploy/publish.py` on a host, with a token of the hub."""
     options = ("--table", host.folder / "models.json", "--work", host.folder / "work", *arguments)
     return run(host.hub, host.folder / "home", "deploy/publish.py", "owner", *map(str, options), HF_TOKEN="hf_token")
 
 
 def read_table_row(host: EmptyCacheHost, name: str = NAME) -> dict[str, Any]:
-    """Return the row of a published model in the host's table of models."""
     table: dict[str, dict[str, Any]] = json.loads((host.folder / "models.json").read_text("utf-8"))
     return table[name]
 
 
-def test_publishing_a_bundle_again_changes_nothing(hub: str, tmp_path: Path) -> None:
-    host = EmptyCacheHost(hub, tmp_path)
+@pytest.fixture(scope="module")
+def publication(hub: str, tmp_path_factory: pytest.TempPathFactory) -> EmptyCacheHost:
+    """Publish a bundle once for all tests."""
+    host = EmptyCacheHost(hub, tmp_path_factory.mktemp("publication"))
     assert run_publish(host, "--dry-run").stdout.startswith(f"{NAME} int8: downloads 1.0 MB, exports to ")
-    assert "owner/llamagen-c2i-b-256-int8" not in REPOSITORIES
+    assert REPOSITORY not in REPOSITORIES
     process = run_publish(host)
     assert process.returncode == 0, process.stderr
-    repository = f"owner/{NAME}-int8"
-    files = REPOSITORIES[repository]
+    return host
+
+
+@pytest.fixture
+def unpublished(publication: EmptyCacheHost, tmp_path: Path) -> EmptyCacheHost:
+    """Return a host that has exported the bundle, but has not published it."""
+    host = EmptyCacheHost(publication.hub, tmp_path)
+    shutil.copytree(publication.folder / "work", tmp_path / "work")
+    del REPOSITORIES[REPOSITORY]
+    return host
+
+
+def test_the_table_has_the_published_bundle_which_is_not_published_again(publication: EmptyCacheHost) -> None:
+    files = dict(REPOSITORIES[REPOSITORY])
     digest = hashlib.sha256(files["bundle.json"]).hexdigest()
     names = [entry["path"] for entry in json.loads(files["bundle.json"])["files"].values()]
     size = sum(len(files[name]) for name in ["bundle.json", *names])
-    expected = {"reference": f"hf:{repository}@{COMMIT}", "digest": digest, "download_bytes": size}
-    assert (read_table_row(host)["bundles"], repository in PUBLIC_REPOSITORIES) == ({"int8": expected}, True)
-    table = (tmp_path / "models.json").read_bytes()
-    second_process = run_publish(host)
-    assert (second_process.returncode, second_process.stderr) == (0, f"{NAME} int8: published already\n")
-    assert (REPOSITORIES[repository], (tmp_path / "models.json").read_bytes()) == (files, table)
-    host.missing_modules = MISSING_MODULES
-    generated = host("run", NAME, "--class-id", 7, "--seed", 0, "--yes", "--output", tmp_path / "a.png", "--json")
+    expected = {"reference": f"hf:{REPOSITORY}@{COMMIT}", "digest": digest, "download_bytes": size}
+    assert (read_table_row(publication)["bundles"], REPOSITORY in PUBLIC_REPOSITORIES) == ({"int8": expected}, True)
+    table = (publication.folder / "models.json").read_bytes()
+    process = run_publish(publication)
+    assert (process.returncode, process.stderr) == (0, f"{NAME} int8: published already\n")
+    assert (REPOSITORIES[REPOSITORY], (publication.folder / "models.json").read_bytes()) == (files, table)
+
+
+def test_a_published_bundle_generates_its_samples_without_pytorch_and_equals_its_export(
+    publication: EmptyCacheHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication, "missing_modules", MISSING_MODULES)
+    files = REPOSITORIES[REPOSITORY]
+    arguments = ("--class-id", 7, "--seed", 0, "--yes", "--output", tmp_path / "a.png", "--json")
+    generated = publication("run", NAME, *arguments)
     assert generated.returncode == 0, generated.stderr
     card = files["README.md"].decode()
     assert f"lantern-rt run {NAME}" in card
@@ -72,43 +91,39 @@ def test_publishing_a_bundle_again_changes_nothing(hub: str, tmp_path: Path) -> 
     codes = hashlib.sha256(np.asarray(image["codes"], "<i4").tobytes()).hexdigest()
     assert re.search(rf"class 7, seed 0, sjd, codes {codes}", card)
     assert "\nlicense: mit\n" in card
-    host.missing_modules = []
-    verified = host("verify", NAME, "--export")
-    assert (verified.stdout, verified.returncode) == (f"{NAME} equals its export: {digest}\n", 0), verified.stderr
-    (tmp_path / "1.png").write_bytes(files["samples/1.png"])
-    with Image.open(tmp_path / "a.png") as first_image, Image.open(tmp_path / "1.png") as second_image:
+    with Image.open(tmp_path / "a.png") as first_image, Image.open(BytesIO(files["samples/1.png"])) as second_image:
         assert first_image.tobytes() == second_image.tobytes()
+    monkeypatch.undo()
+    verified = publication("verify", NAME, "--export")
+    expected = f"{NAME} equals its export: {hashlib.sha256(files['bundle.json']).hexdigest()}\n"
+    assert (verified.stdout, verified.returncode) == (expected, 0), verified.stderr
 
 
-def test_after_a_model_that_fails_the_next_is_still_published(hub: str, tmp_path: Path) -> None:
-    host = EmptyCacheHost(hub, tmp_path)
-    missing_row = read_table_row(host) | {"files": read_table_row(host)["files"] | {"vq": "hf:owner/nothing/vq.pt"}}
-    closed_row = read_table_row(host) | {"licence": "not stated"}
-    (tmp_path / "models.json").write_text(json.dumps({"a": missing_row, "b": closed_row, NAME: read_table_row(host)}))
-    process = run_publish(host, "a", "b", "c", NAME)
-    lines = process.stderr.splitlines()
+def test_after_a_model_that_fails_the_next_is_still_published(unpublished: EmptyCacheHost) -> None:
+    row = read_table_row(unpublished)
+    missing_row = row | {"files": row["files"] | {"vq": "hf:owner/nothing/vq.pt"}}
+    rows = {"a": missing_row, "b": row | {"licence": "not stated"}, NAME: row}
+    (unpublished.folder / "models.json").write_text(json.dumps(rows))
+    process = run_publish(unpublished, "a", "b", "c", NAME)
     assert process.returncode == 2
-    assert "a int8: hf:owner/nothing/vq.pt: rejected by the hub" in process.stderr, lines
+    assert "a int8: hf:owner/nothing/vq.pt: rejected by the hub" in process.stderr
     assert "b int8: licence: found not stated, expected one that lets anyone publish the weights" in process.stderr
     assert "c int8: model: found 'c', expected the name of a published model" in process.stderr
     assert process.stdout == f"{NAME} int8: hf:owner/{NAME}-int8@{COMMIT}\n"
-    assert (read_table_row(host, "a").get("bundles"), read_table_row(host, "b").get("bundles")) == ({}, {})
+    assert [read_table_row(unpublished, name).get("bundles") for name in ("a", "b")] == [{}, {}]
 
 
-def test_a_bundle_unlike_its_checkpoint_is_not_published(hub: str, tmp_path: Path) -> None:
-    host = EmptyCacheHost(hub, tmp_path)
-    assert run_publish(host).returncode == 0
-    del REPOSITORIES[f"owner/{NAME}-int8"]
-    (tmp_path / "models.json").write_text(json.dumps({NAME: read_table_row(host) | {"bundles": {}}}))
+def test_a_bundle_unlike_its_checkpoint_is_not_published(
+    unpublished: EmptyCacheHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = REPOSITORIES["FoundationVision/LlamaGen"]
     weights = torch.load(BytesIO(files["c2i_B_256.pt"]), weights_only=True)
     weights["model"]["output.weight"] *= -1
     torch.save(weights, changed_file := BytesIO())
-    files["c2i_B_256.pt"] = changed_file.getvalue()
-    shutil.rmtree(tmp_path / "home")
-    process = run_publish(host)
+    monkeypatch.setitem(files, "c2i_B_256.pt", changed_file.getvalue())
+    process = run_publish(unpublished)
     assert (process.returncode, "differs from its checkpoint" in process.stderr) == (2, True)
-    assert REPOSITORIES.get(f"owner/{NAME}-int8") == {}
+    assert REPOSITORIES[REPOSITORY] == {}
 
 
 @pytest.mark.slow

@@ -8,10 +8,8 @@ import pty
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,12 +105,7 @@ def test_export_accepts_a_published_name_and_other_options(host: EmptyCacheHost)
 
 def test_a_killed_download_continues_with_the_missing_files(host: EmptyCacheHost) -> None:
     STALLING_FILES.add("vq_ds16_c2i.pt")
-    program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
-    try:
-        _wait_until(lambda: "vq_ds16_c2i.pt" not in STALLING_FILES)  # until the file is requested
-    finally:
-        os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
+    host.kill_when(lambda: "vq_ds16_c2i.pt" not in STALLING_FILES)  # the file is requested
     assert host.bundles == []
     STALLING_FILES.add("c2i_B_256.pt")  # a request for this file would stall, but the file is complete already
     try:
@@ -134,12 +127,7 @@ def test_programs_that_need_a_model_at_once_export_it_once(host: EmptyCacheHost)
 
 @pytest.mark.slow
 def test_files_of_a_killed_export_are_not_used_again(host: EmptyCacheHost) -> None:
-    program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
-    try:
-        _wait_until(lambda: [*host.cache.glob(".*.partial/new/*.onnx")])
-    finally:
-        os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
+    host.kill_when(lambda: [*host.cache.glob(".*.partial/new/*.onnx")])
     host.generate("image.png")
     assert host.bundles == [f"{NAME}@int8"]
 
@@ -251,10 +239,3 @@ def test_the_commands_that_models_name_prints_run_on_small_weights(hub: str, tmp
     finally:
         program.terminate()
         program.wait()
-
-
-def _wait_until(condition: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

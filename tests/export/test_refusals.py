@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,16 @@ from checkpoint_copies import (
     VQGAN,
     config_path,
     copy_as_shards,
+    copy_checkpoint,
     copy_published_emu3,
     copy_weights,
 )
 from edited_checkpoints import (
     LFS_POINTER,
     NESTED_ALIASES,
+    READERS,
     Reader,
+    convert_to_booleans,
     copy_vq_file,
     edit,
     edit_drafter,
@@ -72,7 +76,9 @@ from family_readers import (
 from refusals import catch_error
 
 from lantern_rt.errors import CheckpointError, LanternError
+from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq
 
 ROTARY_TABLE = {"freqs_cis": torch.zeros(1 + 25, 8, 2)}  # one prefix position and 5 x 5 cells
@@ -105,18 +111,14 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (
         edit_llamagen(rename_weight("layers.1.attention.wo.weight", "layers.1.extra")),
         C2I.name,
-        "missing: layers.1.attention.wo.weight unexpected: layers.1.extra",
+        "missing: unexpected: layers.1.extra",
     ),
     (edit_llamagen(lambda w: w.update({"norm.weight": torch.ones(63)})), C2I.name, "norm.weight [63] [64]"),
     (edit_llamagen(lambda w: w.update(ROTARY_TABLE)), "block_size", "a grid of 4 5"),
     (lambda folder: read_llamagen_transformer(C2I, config=config_path(C2I), grid=7), "block_size", "a grid of 4 7"),
     (edit_llamagen(block_size=10**60), "grid", "1 to 256"),
     (edit_llamagen(block_size=None), "grid", "do not show 16 (256 pixels)"),
-    (
-        lambda folder: read_llamagen_transformer(Path(shutil.copy(C2I, folder))),
-        C2I.name,
-        "do not show the number of heads",
-    ),
+    (lambda folder: read_llamagen_transformer(Path(shutil.copy(C2I, folder))), C2I.name, "the number of heads"),
     (lambda folder: read_llamagen_transformer(VQ), VQ.name, "decoder.conv_blocks.0.attn.0.k.bias"),
     (lambda folder: read_llamagen_vq(C2I), C2I.name, "cls_embedding.embedding_table.weight quantize.embedding.weight"),
     (
@@ -126,18 +128,9 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     ),
     (read_small_codebook, "vq", "100 codes 128"),
     (edit_llamagen(lambda w: w.update(freqs_cis=torch.tensor(1.0))), "freqs_cis", "shape [] 3 sizes"),
-    *(
-        (
-            edit_llamagen(lambda w, name=name: w.update({name: w[name] > 0})),
-            field,
-            "bool numbers floating-point numbers",
-        )
-        for name, field in (
-            ("output.weight", ""),
-            ("tok_embeddings.weight", "tok_embeddings.weight"),
-            ("cls_embedding.embedding_table.weight", "embedding_table.weight"),
-        )
-    ),
+    (edit_llamagen(convert_to_booleans("output.weight")), "", "bool floating-point numbers"),
+    (edit_llamagen(convert_to_booleans("tok_embeddings.weight")), "tok_embeddings.weight", "bool"),
+    (edit_llamagen(convert_to_booleans("cls_embedding.embedding_table.weight")), "embedding_table.weight", "bool"),
     # NAR and PAR
     (edit_groups("nar", grid=None), "grid", "the weights do not show the grid of codes"),
     (edit_groups("nar", grid=65), "grid", "65 x 65 codes at most 64 rows"),
@@ -172,8 +165,10 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
         "shards",
         f"model-00001-of-00003.safetensors, {SHARD}, model-00003-of-00003.safetensors without an index",
     ),
-    (write_index({"weight_map": {"a": "../b.safetensors"}}), "'a'", "../b.safetensors"),
-    (write_index({"weight_map": {"a": ".."}}), "'a'", "the name of a file in its folder"),
+    *(
+        (write_index({"weight_map": {"x": "model-1.safetensors", "y": name}}), "index.json: 'y'", repr(name))
+        for name in ("*", "model-[0-9].safetensors", ".hidden", "a/b", "a\\b", "-rf", "", "..", 7)
+    ),
     (write_index({"weight_map": {}}), "weight_map", "{}"),
     (read_duplicate_weights, "b.pt: x", "in an earlier file"),
     (lambda folder: Checkpoint(folder).read_weights(), "", "no weights model.safetensors"),
@@ -205,11 +200,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (lambda folder: read_anole(ANOLE, VQGAN, drafter=DRAFTER), "embed_tokens.weight", "[128, 64] [176, 64]"),
     # Text encoders
     (edit_text_encoder(sizes={"feed_forward_proj": "relu"}), "feed_forward_proj", "'relu' 'gated-gelu'"),
-    (
-        edit_text_encoder(sizes={"relative_attention_num_buckets": 6}),
-        "relative_attention_num_buckets",
-        "6 buckets for distances up to 128",
-    ),
+    (edit_text_encoder(sizes={"relative_attention_num_buckets": 6}), "relative_attention_num_buckets", "6 buckets 128"),
     (edit_text_encoder(d_kv="two"), "t5/config.json", "the configuration of a T5"),
     (edit_text_encoder(num_layers=10**9), "num_layers", "1000000000 2"),
     (
@@ -222,17 +213,9 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (lambda folder: read_llamagen(LANTERN / "c2i", VQ, text_encoder=folder), "text_encoder", "class-conditional"),
     # Anole
     (edit(ANOLE, without="tokenizer.json"), "", "has no tokenizer.json"),
-    (
-        lambda folder: read_anole(ANOLE / "model.safetensors", VQGAN),
-        "model.safetensors",
-        "a file a folder with config.json",
-    ),
-    (
-        edit(ANOLE, files={"tokenizer.json": edit_json(lambda c: c["model"]["vocab"].update(far=176))}),
-        "'far'",
-        "id 176 at most 175",
-    ),
-    (edit(ANOLE, files={"tokenizer.json": edit_json(swap_tokens)}), "'<racm3:break>'", "id 132 id 133"),
+    (lambda folder: read_anole(ANOLE / "model.safetensors", VQGAN), "model.safetensors", "a folder with config.json"),
+    (edit(ANOLE, tokenizer=edit_json(lambda c: c["model"]["vocab"].update(far=176))), "'far'", "id 176 at most 175"),
+    (edit(ANOLE, tokenizer=edit_json(swap_tokens)), "'<racm3:break>'", "id 132 id 133"),
     *(
         (edit(ANOLE, **{name: value}), f"target/config.json: {name}", words)
         for name, value, words in (
@@ -247,11 +230,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit(ANOLE, model_type="mamba"), "config.json: model_type", "leloy/Anole-7b-v0.1-hf"),
     (read_metas_layout, "", "Meta's layout leloy/Anole-7b-v0.1-hf"),
     (edit(ANOLE, vocabulary_map={"<s>": 0}), "vocabulary_map", "lacks <racm3:break>, <reserved08706>"),
-    (
-        edit(ANOLE, config=lambda c: c["vocabulary_map"].pop("IMGIMGBZ")),
-        "vocabulary_map",
-        "127 image tokens consecutive",
-    ),
+    (edit(ANOLE, config=lambda c: c["vocabulary_map"].pop("IMGIMGBZ")), "vocabulary_map", "127 image tokens"),
     (lambda folder: read_anole(LUMINA, VQGAN), "architectures", "with mask_image_logits"),
     (edit(ANOLE, tie_word_embeddings=True), "tie_word_embeddings", "True False"),
     (edit(ANOLE, rope_scaling={"type": "linear"}), "rope_scaling", "'linear' plain"),
@@ -274,20 +253,12 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit(LUMINA, lambda w: w.update({QUERY_NORM: torch.ones(3, 16)})), "target", f"{QUERY_NORM} [3, 16] [4, 16]"),
     (lambda folder: read_lumina(LUMINA, VQGAN), "grid", "nothing 32, 48 or 64"),
     (lambda folder: read_lumina(LUMINA, VQGAN, grid=5), "grid", "5 32, 48 or 64"),
-    (
-        edit(LUMINA, config=lambda c: c.pop("mask_image_logits")),
-        "architectures",
-        "without mask_image_logits family anole",
-    ),
-    (edit(LUMINA, config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 600})), EMBED, "518 rows 600"),
+    (edit(LUMINA, config=lambda c: c.pop("mask_image_logits")), "architectures", "without mask_image_logits anole"),
+    (edit(LUMINA, tokens={"<reserved08799>": 600}), EMBED, "518 rows 600"),
     (read_early_row_end, "<reserved08799>", "token 3"),
     # Lumina-mGPT 2.0
     (lambda folder: read_lumina2(LUMINA2, MOVQGAN, grid=10), "grid", "10 multiple of 4"),
-    (
-        lambda folder: read_lumina2(LUMINA, MOVQGAN, grid=8),
-        "tokenizer.json",
-        "<s> Qwen's family lumina takes the first",
-    ),
+    (lambda folder: read_lumina2(LUMINA, MOVQGAN, grid=8), "tokenizer.json", "<s> Qwen's family lumina"),
     (edit(LUMINA2, config=lambda c: c.pop("mask_image_logits")), "architectures", "without mask_image_logits"),
     (edit(LUMINA2, vocab_size=None), "vocab_size", "None text 96 tokens"),
     (
@@ -295,37 +266,21 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
         "eos_token",
         "None name",
     ),
-    (
-        edit(LUMINA2, files={"tokenizer.json": lambda text: text.replace("08804>", "04>")}),
-        "tokenizer.json",
-        "lacks <reserved08804>",
-    ),
+    (edit(LUMINA2, tokenizer=lambda text: text.replace("08804>", "04>")), "tokenizer.json", "lacks <reserved08804>"),
     (lambda folder: read_lumina2(LUMINA2, VQGAN, grid=8), "chameleon-vqgan", "no movqgan_270M.ckpt"),
     (lambda folder: read_lumina2(LUMINA2, VQGAN / "vqgan.ckpt", grid=8), "vqgan.ckpt", "norm_layer no MoVQGAN"),
     # Emu3 and Emu3.5
     (lambda folder: read_emu3(copy_published_emu3(folder)[0], grid=4), "vq", "nothing Emu3-VisionTokenizer"),
     (lambda folder: read_emu3(EMU3, folder, grid=4), "vq", "none"),
     (edit(EMU3, model_type="llama"), "model_type", "'llama' 'emu3' or 'Emu3'"),
+    (edit(EMU3, tokens={"<|extra_200|>": 5}), "tokenizer.json: token '<|extra_200|>'", "id 549 id 5"),
     (
-        edit(EMU3, config=lambda c: c["vocabulary_map"].update({"<|extra_200|>": 5})),
-        "tokenizer.json: token '<|extra_200|>'",
-        "id 549 id 5",
-    ),
-    (
-        edit(EMU3, config=lambda c: c["vocabulary_map"].update({"<|visual token 000007|>": 5})),
+        edit(EMU3, tokens={"<|visual token 000007|>": 5}),
         "tokenizer.json: token '<|visual token 000007|>'",
         "id 564 id 5",
     ),
-    (
-        edit(EMU3, remove_weights("text_model.lm_head.")),
-        "lm_head.weight",
-        "missing weight text_model.model.layers.0.input_layernorm.weight",
-    ),
-    (
-        edit(EMU3, lambda w: w.update({TIME_CONV: torch.zeros(4, 4, 3, 3, 3)})),
-        TIME_CONV,
-        "[4, 4, 3, 3, 3] for 4 frames 4 taps",
-    ),
+    (edit(EMU3, remove_weights("text_model.lm_head.")), "lm_head.weight", "missing weight"),
+    (edit(EMU3, lambda w: w.update({TIME_CONV: torch.zeros(4, 4, 3, 3, 3)})), TIME_CONV, "[4, 4, 3, 3, 3] 4 taps"),
     (edit_published_emu3("emu3.tiktoken", "Ig== 1", "Ig== 0"), "emu3.tiktoken", "each once"),
     (edit_published_emu3("emu3_vision_tokens.txt", "000007", "000700"), "emu3.tiktoken", "96 visual tokens"),
     (
@@ -333,15 +288,11 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
         "emu3.tiktoken",
         "lacks <|image start|>",
     ),
-    (
-        lambda folder: read_emu3(EMU35, EMU35_VQ),
-        "model_type",
-        "a model of family emu3 give `--family emu35`, or another target",
-    ),
+    (lambda folder: read_emu3(EMU35, EMU35_VQ), "model_type", "family emu3 give `--family emu35`"),
     (lambda folder: read_emu35(EMU3, EMU35_VQ), "model_type", "give `--family emu3`"),
     (edit(EMU35, head_dim=8), "num_attention_heads", ""),
     (lambda folder: read_emu35(EMU35, folder), "", "no weights"),
-    (copy_vq_file(VQ, "model.ckpt", lambda vq: read_emu35(EMU35, vq)), "", "encoder.down.0"),
+    (copy_vq_file(VQ, lambda vq: read_emu35(EMU35, vq), "model.ckpt"), "", "encoder.down.0"),
     # Janus
     *(
         (edit(JANUS, config=change), f"config.json: {field}", "")
@@ -353,11 +304,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
             ("cls", lambda c: c["gen_vision_config"].update(cls="VQ-8")),
         )
     ),
-    (
-        edit(JANUS, files={"tokenizer.json": lambda text: (ANOLE / "tokenizer.json").read_text()}),
-        "",
-        "no token of base model's tokenizer.json",
-    ),
+    (edit(JANUS, tokenizer=lambda text: (ANOLE / "tokenizer.json").read_text()), "", "no token of base model's"),
     (edit(JANUS, model_type="chameleon"), "config.json: model_type", ""),
     (
         edit(JANUS_CONVERTED, files={"generation_config.json": lambda text: '{"bos_token_id": 1}'}),
@@ -376,16 +323,8 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     ),
     (edit(SIMPLEAR, tie_word_embeddings=False), "lm_head.weight", "missing weight"),
     (edit(SIMPLEAR, lambda w: w.update({EMBED: w[EMBED][:-1]})), "vq", "576 codes 575"),
-    (
-        edit(SIMPLEAR, files={"tokenizer.json": lambda text: text.replace("<|soi|>", "<|sot|>")}),
-        "tokenizer.json",
-        "lacks <|soi|>",
-    ),
-    (
-        copy_vq_file(COSMOS / "decoder.jit", "decoder.jit", lambda vq: read_simplear(SIMPLEAR, vq, grid=4)),
-        "vq",
-        "no weights",
-    ),
+    (edit(SIMPLEAR, tokenizer=lambda text: text.replace("<|soi|>", "<|sot|>")), "tokenizer.json", "lacks <|soi|>"),
+    (copy_vq_file(COSMOS / "decoder.jit", lambda vq: read_simplear(SIMPLEAR, vq, grid=4)), "vq", "no weights"),
     # GLM-Image
     (edit_glm(GLM_CONFIG, lambda c: c.update(model_type="emu3")), "model_type", "emu3 zai-org/GLM-Image"),
     (edit_glm(GLM_CONFIG, lambda c: c.pop("image_start_token_id")), "image_start_token_id", "None token"),
@@ -396,11 +335,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     ),
     (edit_glm(GLM_CONFIG, lambda c: c["text_config"].update(hidden_size=64)), "hidden_size", "64 80"),
     (edit_glm(GLM_TOKENIZER, lambda c: c["model"]["vocab"].update(far=900)), "'far'", "id 900 at most 441"),
-    (
-        lambda folder: read_glm_image(GLM_IMAGE / "vision_language_encoder"),
-        "",
-        "a folder with vision_language_encoder and processor",
-    ),
+    (lambda folder: read_glm_image(GLM_IMAGE / "vision_language_encoder"), "", "a folder with processor"),
 ]
 
 
@@ -424,3 +359,68 @@ def test_a_checkpoint_errors_message_has_file_field_and_remedy(tmp_path: Path) -
     assert str(error) == (
         f"{config_file}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
     )
+
+
+# ---------------------------------------------------------------- wrong downloads
+
+
+WEB_PAGES = (
+    "<!DOCTYPE html>\n<html>not found</html>",
+    "\n <HTML>log in</HTML>",
+    '<?xml version="1.0"?><Error>denied</Error>',
+)
+# By family, or the text encoder: function that reads a checkpoint as this family.
+FAMILY_READERS: dict[str, Reader] = {
+    "llamagen": lambda folder: read_llamagen(folder, VQ),
+    "anole": READERS[ANOLE],
+    "lumina": READERS[LUMINA],
+    "lumina2": READERS[LUMINA2],
+    "janus": READERS[JANUS],
+    "emu3": READERS[EMU3],
+    "simplear": READERS[SIMPLEAR],
+    "text encoder": lambda folder: read_text_encoder(folder, 32),
+}
+# The keys are values of `model_type` in `config.json`.
+FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR, "multi_modality": JANUS}
+FAMILIES = {"chameleon": "anole or lumina or lumina2", "emu3": "emu3", "qwen2": "simplear", "multi_modality": "janus"}
+
+
+@pytest.mark.parametrize("family", FAMILY_READERS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_folder_of_another_model_is_rejected_with_its_family(tmp_path: Path, model_type: str, family: str) -> None:
+    read = FAMILY_READERS[family]
+    folder = FOLDERS[model_type]
+    if family == FAMILIES[model_type].partition(" ")[0]:
+        read(folder)
+        return
+    error = catch_error(CheckpointError, read, folder)
+    if model_type == "chameleon" and family in ("lumina", "lumina2"):
+        assert error.remedy == "family anole takes Anole, family lumina Lumina-mGPT"
+        return
+    assert error.field == f"{folder / 'config.json'}: model_type"
+    assert error.found == repr(model_type)
+    if family == "text encoder":
+        assert "google/flan-t5-xl" in error.remedy
+    else:
+        assert error.expected == f"a model of family {family}"
+        assert error.remedy == f"give `--family {FAMILIES[model_type]}`, or another target"
+
+
+@pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
+def test_an_invalid_model_type_is_rejected_with_a_short_error(tmp_path: Path, value: Any) -> None:
+    error = catch_error(
+        CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type=value), VQGAN
+    )
+    assert error.field.endswith("config.json: model_type")
+    assert len(error.found) <= 80
+
+
+@pytest.mark.parametrize("text", [LFS_POINTER, *WEB_PAGES])
+@pytest.mark.parametrize("name", ["a.pt", "model.safetensors", "config.json", "tokenizer.json"])
+def test_a_git_lfs_pointer_or_web_page_is_named_so(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    read = {"config.json": read_config, "tokenizer.json": lambda path: read_tokenizer(path, 9)}.get(name, read_weights)
+    error = catch_error(CheckpointError, read, path)
+    assert error.field == str(path)
+    assert error.found == ("a Git LFS pointer" if text == LFS_POINTER else "a web page")

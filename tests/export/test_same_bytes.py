@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from published_host import SMALL_CHECKPOINTS, ExportSources
+from checkpoint_copies import VQ, config_path
+from goldens import DATA
+from published_host import SMALL_CHECKPOINTS
 
 from lantern_rt.export.graph.precision import parse_precisions
 from lantern_rt.export.registry import FAMILIES, read_family_checkpoints
@@ -42,18 +44,11 @@ PROCESSOR_VARIABLES = (
         "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3",
     },
 )
-DATA = Path(__file__).parent.parent / "data"
-
-
-def list_llamagen_sources(target: str) -> ExportSources:
-    """Return the checkpoints and export options for a small model of PAR or NAR."""
-    path = DATA / target
-    return {"target": path, "config": path.with_name("config.json"), "vq": DATA / "llamagen-vq/vq_tiny.pt"}, {}
-
-
+PAR = DATA / "par/4x/par_4x.pt"
+NAR = DATA / "nar/c2i/nar_c2i.pt"
 SOURCES = SMALL_CHECKPOINTS | {
-    "par": lambda _: list_llamagen_sources("par/4x/par_4x.pt"),
-    "nar": lambda _: list_llamagen_sources("nar/c2i/nar_c2i.pt"),
+    "par": lambda _: ({"target": PAR, "config": config_path(PAR), "vq": VQ}, {}),
+    "nar": lambda _: ({"target": NAR, "config": config_path(NAR), "vq": VQ}, {}),
 }
 PRECISIONS = {"int8": {"target": "int8"}, "fp16": {"compute": "float16", "vq": "fp16"}}
 
@@ -84,7 +79,6 @@ def test_threads_and_vector_instructions_change_no_byte(tmp_path: Path, family: 
 
 
 def export_llamagen(output: Path) -> dict[str, bytes]:
-    """Export a small LlamaGen in int8 within this process, and return the bytes of its files."""
     sources, options = SOURCES["llamagen"](output)
     model = read_family_checkpoints("llamagen", {name: str(path) for name, path in sources.items()} | options)
     export_model(model, output, name="same", precisions=parse_precisions(target="int8"))

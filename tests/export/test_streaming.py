@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from small_models import make_target
+from tiny_graphs import write_graph
 from torch import Tensor, nn
 
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.compare import DeviceGraphSession, GraphFileSession, convert_weights
-from lantern_rt.export.graph.graphs import Graph, make_graph_file, name_test_cases, write_graph
+from lantern_rt.export.graph.graphs import Graph, make_graph_file, name_test_cases
 from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.verify import check_graph_parity
@@ -66,7 +67,7 @@ def measure_reading_memory(path: Path) -> int:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_module_of_any_dtype_equals_its_graph(tmp_path: Path, dtype: torch.dtype) -> None:
     graph = make_target(dtype)
-    assert check_graph_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
+    assert check_graph_parity(graph, write_graph(graph, tmp_path)) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
 
@@ -108,8 +109,6 @@ def measure_export_memory(folder: Path, rule: StorageRule) -> int:
 
 
 class SimilarWeights(nn.Module):
-    """Module with several weights of the same shape; the embedding table and the head share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.head = (nn.Linear(8, 8, bias=False) for _ in range(3))
@@ -131,6 +130,6 @@ def test_a_traced_graph_stores_a_shared_weight_once(tmp_path: Path) -> None:
         (TensorSpec("y", ("float32",), ("rows", 8)),),
         test_cases,
     )
-    path = write_graph(graph, tmp_path)[0]
+    path = write_graph(graph, tmp_path)
     assert check_graph_parity(graph, path) < 1e-5
     assert len(onnx.load(path).graph.initializer) == 3

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_models import save_t5
+from tiny_graphs import write_graph
 
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.conditions import CaptionCondition, make_text_condition
-from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.verify import check_graph_parity
 
@@ -25,7 +25,6 @@ transformers = pytest.importorskip("transformers")
 
 
 def make_caption_condition(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:
-    """Return a random projection of text embeddings to prefixes."""
     torch.manual_seed(1)
     return CaptionCondition(
         torch.randn(width, caption_dim) / 4, torch.randn(width, width) / 4, torch.randn(prefix, caption_dim)
@@ -35,15 +34,7 @@ def make_caption_condition(prefix: int, caption_dim: int, width: int = 16) -> Ca
 def compute_published_prefixes(
     encoder: Any, condition: CaptionCondition, ids: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """Compute prefixes as LlamaGen does: encode, roll the padding to the left, zero the padding, project.
-
-    Args:
-        ids: token ids with padding on the right, `[rows, positions]`.
-        mask: 1 at tokens and 0 at padding, `[rows, positions]`.
-
-    Returns:
-        Prefix embeddings, `[rows, positions, width]`.
-    """
+    """Compute prefixes as LlamaGen does: encode, roll the padding to the left, zero it, project."""
     with torch.no_grad():
         states = encoder(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state
         rolled = torch.stack(
@@ -60,7 +51,6 @@ def pad_left(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def make_prompts(lengths: list[int], prefix: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return random token ids with padding on the right, and the mask of the tokens, both `[prompts, prefix]`."""
     mask = (np.arange(prefix) < np.array(lengths)[:, None]).astype(np.int64)
     return np.random.default_rng(0).integers(1, vocabulary, size=mask.shape) * mask, mask
 
@@ -69,7 +59,7 @@ def test_prefixes_of_prompts_equal_those_of_llamagen(tmp_path: Path) -> None:
     encoder = save_t5(tmp_path / "t5")
     condition = make_caption_condition(120, 32)
     graph = make_text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", condition).graph
-    path = write_graph(graph, tmp_path)[0]
+    path = write_graph(graph, tmp_path)
     ids, mask = make_prompts([1, 7, 64, 119, 120], 120, 50)
     outputs = GraphFileSession(path).run(pad_left(ids, mask))
     expected = compute_published_prefixes(encoder, condition, ids, mask)
@@ -122,7 +112,7 @@ def test_prefixes_of_t5_encoders_of_any_size_are_equal(
     )
     condition = make_caption_condition(prefix, width)
     graph = make_text_condition(read_text_encoder(folder, width).encoder, b"", condition).graph
-    path = write_graph(graph, folder)[0]
+    path = write_graph(graph, folder)
     assert check_graph_parity(graph, path) < 1e-4
     ids, mask = make_prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
     expected = compute_published_prefixes(encoder, condition, ids, mask)

@@ -18,7 +18,6 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.errors import EngineError
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.inputs import make_install_command
-from lantern_rt.prepared import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
@@ -66,11 +65,7 @@ def test_the_manifest_has_the_text_condition_and_its_sources(bundle: Path, encod
 def compute_published_embeddings(
     encoder: tuple[Path, Any], prompt: str, num_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute text embeddings as LlamaGen's T5 wrapper does, with the classes of `transformers`.
-
-    Returns:
-        Embeddings `[1, positions, width]`, and the mask of the tokens `[1, positions]`.
-    """
+    """Compute text embeddings and their mask as LlamaGen's T5 wrapper does, with the classes of `transformers`."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(encoder[0] / "tokenizer.json"), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
@@ -86,25 +81,6 @@ def compute_published_embeddings(
     with torch.no_grad():
         states = encoder[1](input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).last_hidden_state
     return states.numpy(), tokens["attention_mask"].numpy()
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompts_prefix_equals_that_of_its_text_embeddings(
-    bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], prompt: str
-) -> None:
-    text_pipeline, embeddings_pipeline = (
-        Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_t2i_bundle)
-    )
-    (from_prompt,) = compute_prefixes(text_pipeline.bundle, text_pipeline.engines, text_pipeline.check(prompt).images)
-    embeddings_and_mask = compute_published_embeddings(encoder, prompt, 8)
-    (from_embeddings,) = compute_prefixes(
-        embeddings_pipeline.bundle,
-        embeddings_pipeline.engines,
-        embeddings_pipeline.check(embeddings=embeddings_and_mask).images,
-    )
-    for row, expected_row in ((from_prompt.cond, from_embeddings.cond), (from_prompt.uncond, from_embeddings.uncond)):
-        np.testing.assert_array_equal(row.is_real_token, expected_row.is_real_token)
-        np.testing.assert_allclose(row.embeds, expected_row.embeds, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle"])

@@ -12,12 +12,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from bundle_folder import write_bundle_manifest
 from checkpoint_copies import (
     ANOLE,
     ANOLE_DRAFTER,
     C2I,
     DRAFTER,
+    EMU35,
+    EMU35_VQ,
     GLM_IMAGE,
+    JANUS,
     LUMINA2,
     MOVQGAN,
     T2I,
@@ -36,8 +40,8 @@ from onnx import TensorProto, external_data_helper
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
+from lantern_rt.export.families import emu35
 from lantern_rt.export.verify import compare_top_tokens, measure_kl_divergence
 
 # Checkpoints of the small bundles, in the order in which `verify` lists the sources of a bundle.
@@ -49,11 +53,7 @@ TABLES = {"code_embeddings", "neighbors", "tokenizer"}
 
 
 def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
-    """Run `verify --json`.
-
-    Returns:
-        The report, and the pairs of graph and tensor that failed.
-    """
+    """Run `verify --json`; return the report, and the pairs of graph and tensor that failed."""
     code, out, err = program("verify", *arguments, "--json")
     report = json.loads(out)
     assert code == (0 if report["passed"] else 2), err
@@ -62,8 +62,6 @@ def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tu
 
 @pytest.fixture(scope="module")
 def rounded_bundle(export_once: Any) -> Path:
-    """Return a text-conditional bundle whose target and drafter are stored in int8."""
-
     def export(output: Path) -> None:
         files = ["--target", T2I, "--vq", VQ, "--config", config_path(T2I), "--drafter", DRAFTER, "--output", output]
         assert run_program(["export", *map(str, files), "--precision", "int8-weights"]) == 0
@@ -95,6 +93,18 @@ def test_verify_passes_with_the_checkpoints_of_the_export(c2i_bundle: Path, prog
     assert "comparing target.onnx" in err
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16-safe", "int8", "int8-weights", "int4-weights"])
+@pytest.mark.parametrize("files", [[JANUS], [EMU35, EMU35_VQ]], ids=["janus", "emu35"])
+def test_verify_passes_for_every_precision_of_a_family(
+    monkeypatch: pytest.MonkeyPatch, program: Any, files: list[Path], precision: str
+) -> None:
+    monkeypatch.setattr(emu35, "SIZES", ((4, 5), (5, 3)))
+    options = [word for pair in zip(("--target", "--vq"), files, strict=False) for word in pair]
+    code, _, err = program("export", *options, "--precision", precision, "--output", "bundle")
+    assert code == 0, err
+    assert run_verify(program, "bundle", *files)[1] == set()
+
+
 def test_verify_finds_the_checkpoints_in_a_folder_by_their_names(
     c2i_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
@@ -118,12 +128,7 @@ def test_verify_detects_a_changed_output_head_of_anole(anole_bundle: Path, tmp_p
 def check_changes(
     program: Any, bundle: Any, files: list[Path], folder: Path, part: str, weight: str, base: Edit
 ) -> None:
-    """Check that `verify` finds a changed weight, another base of positions, and a shard with another's content.
-
-    Args:
-        files: checkpoints; the model is in the folder `part` of the first.
-        base: sets the base of positions in the configuration to 500.
-    """
+    """Check that `verify` finds a changed weight, another base of positions, and a shard with another's content."""
     target, *others = files
     changed = shutil.copytree(target, folder / "changed")
     copy_checkpoint(target / part, changed / part, lambda w: w[weight].mul_(1.5))
@@ -235,12 +240,10 @@ def copy_with_edited_file(bundle: Path, output_path: Path, role: str, edit: Call
     """Copy a bundle, edit a file of the copy, and update the hash in the manifest."""
     shutil.copytree(bundle, output_path)
     manifest = json.loads((output_path / "bundle.json").read_text())
-    path = output_path / manifest["files"][role]["path"]
-    edit(path)
-    manifest["files"][role] = FileEntry.from_file(path).model_dump()
+    edit(output_path / manifest["files"][role]["path"])
     if (output_path / "class.data").is_file():  # the file that `move_weight_to_file` writes
-        manifest["files"]["class.data"] = FileEntry.from_file(output_path / "class.data").model_dump()
-    (output_path / "bundle.json").write_text(json.dumps(manifest))
+        manifest["files"]["class.data"] = {"path": "class.data"}
+    write_bundle_manifest(output_path, manifest)
     return output_path
 
 

@@ -38,8 +38,6 @@ Case = list[str] | Callable[[], object]  # arguments of a command line, or a fun
 
 
 class ValidInputs:
-    """A collection of valid inputs of every kind, whose copies the cases damage."""
-
     def __init__(self, folder: Path, trained: Path) -> None:
         self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
         self._add_presets()
@@ -51,9 +49,8 @@ class ValidInputs:
         self.trained = trained
         self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
-            list(
-                generate_shards(pipeline, Prompts(ClassId, [3, 1]), 2, self.shards, lambda *_: None, images_per_shard=2)
-            )
+            prompts = Prompts(ClassId, [3, 1])
+            list(generate_shards(pipeline, prompts, 2, self.shards, lambda *_: None, images_per_shard=2))
 
     def _add_presets(self) -> None:
         """Add a prompt file and two quality presets to the bundle."""
@@ -74,24 +71,19 @@ class ValidInputs:
 
 
 def make_run_command(bundle: Path, out: Path, *options: object) -> list[str]:
-    """Return the command `lantern-rt run` for one image of a bundle, with an output file in the folder `out`."""
     condition = ["red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
     common_options = ["--threads", "1", "--output", out / "picture.png"]
     return [str(word) for word in ("run", bundle, *condition, *common_options, *options)]
 
 
 def make_manifest_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Make a bundle with a damaged manifest, and return a command that opens the bundle."""
     bundle = Path(shutil.copytree(rng.choice((valid_inputs.bundle, valid_inputs.classes)), folder / "damaged"))
     damage_file(bundle / MANIFEST_FILE, rng)
     return _make_open_command(bundle, folder, rng)
 
 
 def make_external_data_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> Case:
-    """Make a graph file with an unusual name that refers to external data which the manifest does not list.
-
-    The returned function checks that opening the bundle raises a `LanternError`.
-    """
+    """Make a graph file that refers to external data which the manifest does not list; opening it must fail."""
     bundle = Path(shutil.copytree(valid_inputs.bundle, folder / "damaged"))
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     role = rng.choice(GRAPHS[:4])
@@ -126,34 +118,15 @@ def make_image_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random)
     path.write_bytes(PNG.encode_image(attach_recipe(valid_inputs.image, texts)))
     if not has_damaged_metadata or rng.random() < 0.3:
         damage_file(path, rng)
-    return [
-        "run",
-        str(valid_inputs.bundle),
-        "--from",
-        str(path),
-        "--output",
-        str(folder / "out/a.png"),
-        "--threads",
-        "1",
-    ]
+    options = ["--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]
+    return ["run", str(valid_inputs.bundle), *options]
 
 
 def make_shard_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Make a damaged shard of training images, and return a command that trains a drafter on the shard."""
     damaged = Path(shutil.copytree(valid_inputs.shards, folder / "damaged"))
     damage_file(next(damaged.iterdir()), rng)
-    output = str(folder / "out/drafter")
-    return [
-        "train-drafter",
-        "fit",
-        str(valid_inputs.trained),
-        "--data",
-        str(damaged),
-        "--steps",
-        "1",
-        "--output",
-        output,
-    ]
+    options = ["--data", str(damaged), "--steps", "1", "--output", str(folder / "out/drafter")]
+    return ["train-drafter", "fit", str(valid_inputs.trained), *options]
 
 
 def make_bundle_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
@@ -179,7 +152,6 @@ def _choose_method_options(rng: random.Random) -> list[str]:
 
 
 def make_engine_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Make a damaged TensorRT engine or engine record, and return a command that reads the engine folder."""
     damaged = Path(shutil.copytree(valid_inputs.engines, folder / "damaged"))
     damage_file(damaged / rng.choice((ENGINE_FILE, ENGINE_FILE, "target.plan")), rng)
     if rng.random() < 0.4:
@@ -188,7 +160,6 @@ def make_engine_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random
 
 
 def make_tree_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Return a command with an invalid or unusual name of a draft tree."""
     numbers = [str(rng.choice((0, 1, 2, 3, 9, 40, 99, 100, 128, 999, 10**9))) for _ in range(3)]
     names = [
         "-".join(("dynamic", *numbers)),
@@ -208,7 +179,6 @@ def _keep_argument_characters(text: str) -> str:
 
 
 def make_prompt_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Return a command with a damaged prompt, as an argument or in a prompt file."""
     text = "red cube\ngreen sphere on sand\na cube on snow\n"
     if rng.random() < 0.3:
         words = _keep_argument_characters(damage_bytes(text.encode(), rng).decode("utf-8", "replace"))
@@ -292,11 +262,7 @@ def check_case(kind: str, seed: int, valid_inputs: ValidInputs, capture: pytest.
 
 
 def run_case(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Run a case; return the exit code and all output.
-
-    If a function raises a `LanternError`, the exit code is 2 and the message is part of the output. Other exceptions
-    are raised.
-    """
+    """Run a case; return the exit code, 2 for a `LanternError`, and all output."""
 
     def raise_timeout(*_: object) -> None:
         raise AssertionError(f"still running after {MAX_SECONDS} seconds: {case}")

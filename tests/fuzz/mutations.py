@@ -27,7 +27,6 @@ _CHUNKS = b"tEXt zTXt iTXt iCCP tRNS PLTE gAMA sRGB cHRM pHYs eXIf acTL fcTL fdA
 
 
 def damage_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Remove, insert, overwrite or flip bytes at one to four random positions."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         # Half of the positions are in the first 200 bytes, where most formats have a header.
         at = rng.randrange(len(data) + 1) if rng.random() < 0.5 else rng.randrange(min(len(data), 200) + 1)
@@ -138,11 +137,7 @@ def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def move_weight_to_file(data: bytes, location: str, rng: random.Random) -> bytes:
-    """Move a random weight of an ONNX model to an external file, without writing that file.
-
-    Returns:
-        The changed model, serialized.
-    """
+    """Move a random weight of an ONNX model to an external file, without writing that file."""
     model = onnx.load_from_string(data)
     tensor = rng.choice([tensor for tensor in model.graph.initializer if tensor.raw_data])
     onnx.external_data_helper.set_external_data(tensor, location, 0, len(tensor.raw_data))

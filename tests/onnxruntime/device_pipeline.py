@@ -13,10 +13,7 @@ from lantern_rt.engines.ort.device import OrtDevice
 
 
 def load_device_pipeline(bundle: str | Path, provider: str = "cpu") -> Pipeline:
-    """Load a bundle into a pipeline that uses the CPU like an accelerator.
-
-    Decoders run the graphs for accelerators, and near-equal logits are not recomputed.
-    """
+    """Load a bundle whose decoders run the graphs for accelerators on the CPU, without recomputing near ties."""
     with pytest.MonkeyPatch.context() as patch:
         initialize = OrtGraphLoader.__init__
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from host_tensorrt import HostTensorRT, write_engine_file
 from numpy.typing import NDArray
+from tiny_graphs import write_graph
 from toy_distributions import compute_naive_distribution
 from toy_engine import ToyModel, make_model, make_prompt
 
@@ -25,7 +26,7 @@ from lantern_rt.engines.trt import builder
 from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
-from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 from lantern_rt.methods import Sampling
@@ -58,8 +59,6 @@ PROFILES = (
 
 
 class SmallModel:
-    """Graph files of a small target and drafter with random weights, and the distribution of the target's images."""
-
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(3)
         torch.set_num_threads(1)
@@ -79,10 +78,7 @@ class SmallModel:
         self.drafter_spec = drafter.config.make_drafter_spec()
 
     def load_on_backend(self, backend: str) -> ToyModel:
-        """Load the model on a backend of `BACKENDS` or `GPU_BACKENDS`.
-
-        The backend `toy` is an exception: this backend is the NumPy model of the unit tests, with other logits.
-        """
+        """Load the model on a backend; `toy` is the NumPy model of the unit tests, with other logits."""
         if backend == "toy":
             return make_model(
                 vocabulary=SMALL_CONFIG.vocab_size, codes=4, prefix=SMALL_CONFIG.prefix, neighbors=NEIGHBORS

@@ -37,26 +37,10 @@ _AXIS_NAMES = {  # axis names of the tensors of a decoder; tensors that are not 
 }
 
 
-class _CudaGraphStrategy(Enum):
-    DISABLED = 0
-    WHOLE_GRAPH_CAPTURE = 1
-
-
-class _TensorIOMode(Enum):
-    INPUT = 1
-    OUTPUT = 2
-
-
-class _DataType(Enum):
-    FLOAT = 1
-    HALF = 2
-    INT64 = 3
-    INT32 = 4
-    BF16 = 5
-
-
-class _AllocationStrategy(Enum):
-    ON_PROFILE_CHANGE = 1
+_CudaGraphStrategy = Enum("_CudaGraphStrategy", ("DISABLED", "WHOLE_GRAPH_CAPTURE"))
+_TensorIOMode = Enum("_TensorIOMode", ("INPUT", "OUTPUT"))
+_DataType = Enum("_DataType", ("FLOAT", "HALF", "INT64", "INT32", "BF16"))
+_AllocationStrategy = Enum("_AllocationStrategy", ("ON_PROFILE_CHANGE",))
 
 
 class _ILogger:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_backends import SINGLE_THREAD, SMALL_CONFIG, SmallModel
 from refusals import expect_error
-from tiny_graphs import TINY_CONFIG
+from tiny_graphs import TINY_CONFIG, write_graph
 
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_engine import DeviceCache
@@ -24,7 +24,7 @@ from lantern_rt.engines.ort.device import GraphTensors, OrtDevice
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.errors import BundleError
-from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SamplingRequest
@@ -297,9 +297,10 @@ def test_a_file_without_an_onnx_graph_is_rejected(tmp_path: Path, content: bytes
 def test_a_graph_with_a_missing_or_short_weight_file_is_rejected(tmp_path: Path, damage: str) -> None:
     torch.manual_seed(0)
     config = DecoderConfig(128, 2, 4, 4, 512, 300, 3, 2, spare_positions=8)
-    path, data = write_graph(make_target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
+    path = write_graph(make_target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
     table = np.zeros((300, 128), np.float32)
     load_device_engine(path, config.make_target_spec(), table)
+    data = tmp_path / "target.onnx.data"
     if damage == "missing":
         data.unlink()
     else:

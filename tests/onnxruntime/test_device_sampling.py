@@ -59,11 +59,7 @@ def upload_logits(device: OrtDevice, logits: Floats) -> DeviceLogitsTensor:
 def make_request(
     sampling: Sampling, noise: Noise | None, first_row: int = 0, first_position: int = 0, count: int = 5
 ) -> SamplingRequest:
-    """Make a request for the tokens of nodes 0, 1 and so on; the unconditional logits are at nodes 1, 2 and so on.
-
-    Args:
-        noise: Gumbel noise of the image; None for greedy decoding.
-    """
+    """Make a request for the tokens of the first nodes; unconditional logits are a node later."""
     num_rows = 1 + sampling.uses_guidance
     nodes = np.stack([np.arange(count) + row for row in range(num_rows)])
     codes = range(first_position, first_position + count)

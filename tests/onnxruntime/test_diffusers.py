@@ -25,10 +25,7 @@ PROMPT = "a wooden sign that says 'open'"
 
 @pytest.fixture(scope="module")
 def diffusers_pipeline() -> Any:
-    """Return the GLM-Image pipeline of diffusers.
-
-    The autoregressive first stage has the weights of the small checkpoint, and decodes greedily.
-    """
+    """Return the GLM-Image pipeline of diffusers, whose first stage has the small checkpoint and decodes greedily."""
     from transformers import AutoTokenizer, ByT5Tokenizer, T5Config, T5EncoderModel
     from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
     from transformers.models.glm_image.modeling_glm_image import GlmImageForConditionalGeneration
@@ -81,7 +78,6 @@ def diffusers_pipeline() -> Any:
 
 
 def generate_pixels(diffusers_pipeline: Any, **arguments: Any) -> list[int]:
-    """Return the pixels of the image that diffusers generates, as a flat list of levels from 0 to 255."""
     generator = torch.Generator().manual_seed(0)
     (image,) = diffusers_pipeline(prompt=PROMPT, num_inference_steps=2, generator=generator, **arguments).images
     pixels: list[int] = np.asarray(image).ravel().tolist()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,10 @@ import numpy as np
 import pytest
 from device_pipeline import load_device_pipeline
 from PIL import Image
+from shared_passes import generate_in_shared_passes
 
 from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.errors import RequestError
-from lantern_rt.results import StreamStep
-from lantern_rt.service import Service
 from lantern_rt.subjects.source_image import SourceImage
 
 torch = pytest.importorskip("torch")
@@ -65,15 +63,8 @@ def test_greedy_generations_have_the_published_codes(load_pipeline: LoadPipeline
         assert result.images == []
         # The last generated id follows the image.
         assert result.codes[0].tolist() == trace["generated_ids"][: trace["max_new_tokens"] - 1]
-    step_queue: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
-    with Service(pipe, max_images_per_pass=len(TRACES)) as service:
-        for i, trace in enumerate(TRACES):
-            listener = partial(lambda i, step_or_error: step_queue.put((i, step_or_error)), i)
-            service.submit(listener, **make_options(trace), wants_all_steps=False, method=method)
-        last_steps = dict(step_queue.get(timeout=60) for _ in TRACES)
-    for i, trace in enumerate(TRACES):
-        step = last_steps[i]
-        assert isinstance(step, StreamStep), step
+    requests = [make_options(trace) | {"method": method} for trace in TRACES]
+    for step, trace in zip(generate_in_shared_passes(pipe, requests, len(requests)), TRACES, strict=True):
         assert step.codes[0].tolist() == trace["generated_ids"][: trace["max_new_tokens"] - 1]
 
 
@@ -100,11 +91,8 @@ def test_method_rows_is_independent_of_the_batch(load_pipeline: LoadPipeline, me
         assert np.array_equal(pipe(caption, size="160x96", seed=seed, method=method).codes[0], codes)
         assert np.array_equal(codes[:241], ar_codes[:241])  # the small grid and the first code of the image
         assert (codes >= 0).all()
-    step_queue: queue.Queue[StreamStep | BaseException] = queue.Queue()
-    with Service(pipe) as service:  # the size of the request differs from the default size of the service
-        service.submit(step_queue.put, captions, size="160x96", seed=[1, 2], wants_all_steps=False, method=method)
-        step = step_queue.get(timeout=60)
-    assert isinstance(step, StreamStep), step
+    request = {"prompts": captions, "size": "160x96", "seed": [1, 2], "method": method}  # not the default size
+    (step,) = generate_in_shared_passes(pipe, [request], 2)
     assert np.array_equal(step.codes, batch_result.codes)
 
 
@@ -259,18 +247,7 @@ def test_requests_with_and_without_a_source_image_share_passes(load_pipeline: Lo
         (6,),
         (6,),
     ]
-    step_queue: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
-    with Service(pipe, max_images_per_pass=4) as service:
-        for i, request in enumerate(requests):
-            service.submit(
-                partial(lambda i, step_or_error: step_queue.put((i, step_or_error)), i),
-                **request,
-                wants_all_steps=False,
-            )
-        steps = dict(step_queue.get(timeout=60) for _ in requests)
-    for i, expected in enumerate(expected_codes):
-        step = steps[i]
-        assert isinstance(step, StreamStep), step
+    for step, expected in zip(generate_in_shared_passes(pipe, requests, 4), expected_codes, strict=True):
         assert all(map(np.array_equal, step.codes, expected))
     request = requests[0] | {"temperature": 1.0, "top_p": 1.0}
     (likelihood,) = pipe.likelihoods(expected_codes[0], **request)

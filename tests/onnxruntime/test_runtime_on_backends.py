@@ -68,17 +68,6 @@ def generate_tokens(
 
 
 @every_method
-@pytest.mark.parametrize("backend", ["tensorrt, host"], indirect=True)
-def test_tensorrt_generates_the_tokens_of_onnx_runtime(
-    small_model: SmallModel, backend: str, model: ToyModel, method: MethodConfig
-) -> None:
-    prompts = [small_model.make_prompt(backend, i) for i in range(8)]
-    for sampling in (GUIDED_SAMPLING, HALF_GUIDED_SAMPLING):
-        expected = generate_tokens(small_model.load_on_backend("onnxruntime"), prompts, range(8), sampling, method)
-        assert generate_tokens(model, prompts, range(8), sampling, method) == expected
-
-
-@every_method
 def test_images_do_not_depend_on_the_batch(
     small_model: SmallModel, backend: str, model: ToyModel, method: MethodConfig
 ) -> None:

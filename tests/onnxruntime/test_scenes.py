@@ -36,11 +36,7 @@ def prompts(pipe_by_threads: dict[int, Pipeline]) -> list[str]:
 
 
 def generate(pipe: Pipeline, prompts: list[str], batch: int, **options: Any) -> Codes:
-    """Generate an image of each prompt with the seeds 7000, 7001 and so on.
-
-    Returns:
-        codes `[prompts, cells]`.
-    """
+    """Generate an image of each prompt with the seeds 7000, 7001 and so on."""
     seeds = [7000 + i for i in range(len(prompts))]
     codes = []
     for start in range(0, len(prompts), batch):
@@ -55,8 +51,6 @@ def pipe(pipe_by_threads: dict[int, Pipeline]) -> Pipeline:
 
 
 class ResultsByMethod:
-    """Results of a batch of two prompts, by method. The result of a method is generated at the first access."""
-
     texts: ClassVar = ["a red cube on grass at sunset", "a red cube on sand at night"]
     seeds: ClassVar = [5, 6]
 

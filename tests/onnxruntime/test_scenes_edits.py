@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from shared_passes import generate_in_shared_passes
 
-from lantern_rt import Pipeline, StreamStep
-from lantern_rt.service import Service
+from lantern_rt import Pipeline
 
 EXACT_METHODS = ("ar", "eagle:tree=chain-3", "eagle:tree=dynamic-16", "sjd:window=7")
 CELL_PIXELS = 16
@@ -37,21 +36,8 @@ def make_random_mask(rng: np.random.Generator) -> Cells:
     return cells
 
 
-def run_in_shared_passes(service: Service, requests: list[dict[str, Any]], method: str) -> list[StreamStep]:
-    """Submit requests at the same time, so that they share forward passes; return the last step of each request."""
-    step_queues = [queue.SimpleQueue[StreamStep | BaseException]() for _ in requests]
-    for step_queue, options in zip(step_queues, requests, strict=True):
-        service.submit(step_queue.put, wants_all_steps=False, method=method, **options)
-    last_steps = [step_queue.get(timeout=120) for step_queue in step_queues]
-    return [step for step in last_steps if isinstance(step, StreamStep)]
-
-
 def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], prompts: list[str]) -> None:
-    """Check that every exact method generates the same edits, alone and in batches of four.
-
-    Args:
-        masks: `[16, 16]` for each image, true for cells to regenerate.
-    """
+    """Check that every exact method generates the same edits, alone and in batches of four."""
     requests: list[dict[str, Any]] = [
         {"prompts": prompt, "seed": 90 + i, "image": image, "mask": expand_to_pixels(cells)}
         for i, (cells, image, prompt) in enumerate(zip(masks, images, prompts, strict=True))
@@ -65,14 +51,13 @@ def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], p
             sum(np.roll(near_regenerated, (y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1))[1:-1, 1:-1] > 0
         )
         assert (np.asarray(result.images[0]) == np.asarray(request["image"]))[~expand_to_pixels(near_regenerated)].all()
-    with Service(pipe, max_images_per_pass=4) as service:
-        for method in EXACT_METHODS:
-            alone = [pipe(**request, method=method) for request in requests] if method != EXACT_METHODS[0] else expected
-            batches = [requests[i : i + 4] for i in range(0, len(requests), 4)]
-            batch_steps = [step for batch in batches for step in run_in_shared_passes(service, batch, method)]
-            for edit, last_step, result in zip(alone, batch_steps, expected, strict=True):
-                assert edit.codes[0].tolist() == last_step.codes[0].tolist() == result.codes[0].tolist(), method
-                assert edit.images[0].tobytes() == last_step.image(0).tobytes() == result.images[0].tobytes(), method
+    for method in EXACT_METHODS:
+        requests = [request | {"method": method} for request in requests]
+        alone = [pipe(**request) for request in requests] if method != EXACT_METHODS[0] else expected
+        shared = generate_in_shared_passes(pipe, requests, 4)
+        for edit, last_step, result in zip(alone, shared, expected, strict=True):
+            assert edit.codes[0].tolist() == last_step.codes[0].tolist() == result.codes[0].tolist(), method
+            assert edit.images[0].tobytes() == last_step.image(0).tobytes() == result.images[0].tobytes(), method
 
 
 def test_exact_methods_generate_the_same_edit_in_any_batch(pipe: Pipeline) -> None:

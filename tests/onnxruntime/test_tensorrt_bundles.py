@@ -57,7 +57,6 @@ def test_more_images_than_engine_rows_decode_in_several_runs(tmp_path: Path) -> 
 
 @pytest.fixture
 def host_library(monkeypatch: pytest.MonkeyPatch) -> HostTensorRT:
-    """Replace the TensorRT library by a stand-in that needs no GPU, and return the stand-in."""
     host_library = HostTensorRT()
 
     def build_on_host(name: str, graph: Path, inputs: list[Inputs], gpus: object, progress: object) -> Path:
@@ -72,7 +71,6 @@ def host_library(monkeypatch: pytest.MonkeyPatch) -> HostTensorRT:
 
 
 def build_host_engines(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
-    """Build the engines of a bundle with the stand-in for TensorRT, and return their folder."""
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=max_nodes, compute_capabilities=("SM89",))
     build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda stage, done, total: None)
     return folder
@@ -82,8 +80,14 @@ def build_host_engines(bundle: str | Path, folder: Path, max_nodes: int) -> Path
 def built_engines(
     tmp_path: Path, host_library: HostTensorRT, t2i_drafter_bundle: Path
 ) -> tuple[Path, Path, HostTensorRT]:
-    """Return a small bundle, a folder with engines of the bundle, and the stand-in that runs the engines."""
     return t2i_drafter_bundle, build_host_engines(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), host_library
+
+
+def make_embeddings(pipeline: Pipeline, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return random caption embeddings without padding, and their mask."""
+    condition = pipeline.bundle.manifest.condition
+    shape = (count, condition.prefix, condition.caption_dim or 0)
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32), np.ones(shape[:2], np.int64)
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -103,11 +107,7 @@ def test_tensorrt_generates_the_images_of_onnx_runtime(
     results = []
     for engines in (None, folder):
         pipeline = Pipeline.from_bundle(bundle, engines=engines, threads=1)
-        prefix = pipeline.bundle.manifest.condition.prefix
-        caption_dim = pipeline.bundle.manifest.condition.caption_dim
-        prompt_embeddings = np.random.default_rng(0).standard_normal((2, prefix, caption_dim or 0), dtype=np.float32)
-        prompts = prompt_embeddings, np.ones((2, prefix), np.int64)
-        results.append(pipeline(embeddings=prompts, seed=3, **METHODS[method]))
+        results.append(pipeline(embeddings=make_embeddings(pipeline, 2), seed=3, **METHODS[method]))
         # Rounding is 0 on a device, which does not recompute near-equal logits.
         assert bool(pipeline.engines.rounding_bound) == (engines is None)
     for expected, codes in zip(*(result.codes for result in results), strict=True):
@@ -125,10 +125,7 @@ def test_the_default_is_the_widest_window_that_engines_allow(
     folder = build_host_engines(t2i_drafter_bundle, tmp_path / "plans", max_nodes)
     cpu_pipe = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)
     pipeline = Pipeline.from_bundle(t2i_drafter_bundle, threads=1, engines=folder)
-    prompt_embeddings = np.zeros(
-        (cpu_pipe.bundle.manifest.condition.prefix, cpu_pipe.bundle.manifest.condition.caption_dim or 0)
-    )
-    cpu_result, engine_result = (pipe(embeddings=prompt_embeddings, seed=1) for pipe in (cpu_pipe, pipeline))
+    cpu_result, engine_result = (pipe(embeddings=make_embeddings(pipe), seed=1) for pipe in (cpu_pipe, pipeline))
     assert (cpu_result.settings.method, engine_result.settings.method) == (
         SpeculativeJacobi(window=7),
         SpeculativeJacobi(window=window),
@@ -144,12 +141,7 @@ def test_a_float16_bundle_generates_with_a_float16_kv_cache(
     manifest = open_engine_folder(folder).manifest
     assert manifest.precision == "float16"
     pipeline = Pipeline.from_bundle(t2i_half_bundle, threads=1, engines=folder)
-    prefix = pipeline.bundle.manifest.condition.prefix
-    caption_dim = pipeline.bundle.manifest.condition.caption_dim
-    prompt_embeddings = np.random.default_rng(0).standard_normal((1, prefix, caption_dim or 0), dtype=np.float32)
-    result = pipeline(
-        embeddings=(prompt_embeddings, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1
-    )
+    result = pipeline(embeddings=make_embeddings(pipeline), method="eagle:tree=chain-3", seed=1)
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.make_cache(2, 64)
     assert isinstance(cache, DeviceCache)
@@ -164,12 +156,8 @@ def test_row_ends_halve_the_nodes_of_a_pass(tmp_path: Path, host_library: HostTe
 
 
 def generate_and_release(bundle: Path, folder: Path) -> None:
-    """Generate an image with engines, and release the engines."""
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
-    prefix = pipeline.bundle.manifest.condition.prefix
-    caption_dim = pipeline.bundle.manifest.condition.caption_dim
-    prompt_embeddings = np.zeros((1, prefix, caption_dim or 0), np.float32)
-    pipeline(embeddings=(prompt_embeddings, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
+    pipeline(embeddings=make_embeddings(pipeline), method="eagle:tree=chain-3", seed=1)
     del pipeline
     gc.collect()
 
@@ -213,8 +201,6 @@ def test_verify_compares_device_graphs_and_engines(
     errors_by_output = {"logits": 1.0}
 
     class EngineRunner:
-        """Runner of an engine file on the stand-in, which adds the errors in `errors_by_output` to the outputs."""
-
         def __init__(self, backend: str, path: Path) -> None:
             self.engine = _CudaEngine(json.loads(path.read_bytes()), host_library.Runtime(None))
 

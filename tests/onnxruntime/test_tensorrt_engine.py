@@ -39,8 +39,6 @@ HEAD_DIM = 2
 
 
 class CachePair:
-    """KV cache on the device and NumPy KV cache, into which passes write the same random entries."""
-
     def __init__(self, rows: int, capacity: int = 40, pool: CachePool | None = None) -> None:
         self.rng = np.random.default_rng(0)
         self.numpy_cache = KVCache.empty(rows, capacity, TENSORS // 2, KV_HEADS, HEAD_DIM, np.float32)
@@ -68,7 +66,6 @@ class CachePair:
         self.cache.append(self.cache.written_columns, accepted_indices)
 
     def check(self) -> None:
-        """Check that the device cache and the NumPy cache have the same entries."""
         device_entries = self.device_array()
         assert np.isfinite(device_entries).all()
         assert self.cache.lengths.tolist() == self.numpy_cache.lengths.tolist()

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lantern_rt.export.graph.graphs import Graph, make_graph_file
+from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter
 
@@ -26,23 +28,15 @@ TINY_CONFIG = DecoderConfig(
 )
 
 
+def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") -> Path:
+    path = folder / f"{graph.role}.onnx"
+    make_graph_file(graph, storage_rule).write(path)
+    return path
+
+
 def make_tiny_drafter(config: DecoderConfig = TINY_CONFIG) -> EagleDrafter:
-    """Create an EAGLE drafter with an output projection and random weights."""
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     return EagleDrafter(replace(config, final_norm=False), head, bias=True).eval()
-
-
-class ClassEmbedding(nn.Module):
-    """Module that maps class ids to prefix embeddings and unconditional prefix embeddings."""
-
-    def __init__(self, num_classes: int, prefix: int, width: int) -> None:
-        super().__init__()
-        self.shape = (-1, prefix, width)
-        self.table = nn.Embedding(num_classes + 1, prefix * width)
-
-    def forward(self, class_ids: Tensor) -> tuple[Tensor, Tensor]:
-        unconditional_ids = torch.full_like(class_ids, self.table.num_embeddings - 1)
-        return self.table(class_ids).view(self.shape), self.table(unconditional_ids).view(self.shape)
 
 
 class TinyImageDecoder(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from host_tensorrt import HostTensorRT, write_engine_file
+from tiny_graphs import write_graph
 
 from lantern_rt.engines.device_graph import DeviceGraphOptions, make_device_graph
 from lantern_rt.engines.ort.device import OrtDevice
@@ -16,7 +17,7 @@ from lantern_rt.engines.profiles import ShapeProfile, count_profile_columns
 from lantern_rt.engines.trt.builder import make_shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
-from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import PassInput, PassOutput
 
@@ -38,8 +39,6 @@ WIDE_CONFIG = DecoderConfig(
 
 
 class DecoderHarness:
-    """Engine of a decoder with random weights, and the torch module that computes the expected logits."""
-
     def __init__(self, folder: Path, config: DecoderConfig, backend: str = "cpu") -> None:
         torch.manual_seed(0)
         self.config = config
@@ -85,11 +84,7 @@ class DecoderHarness:
         )
 
     def prefill(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:
-        """Run the first `rows` prefixes and return their KV cache.
-
-        Args:
-            engine: engine to run; by default `self.engine`.
-        """
+        """Run the first `rows` prefixes and return their KV cache."""
         engine = engine or self.engine
         length = self.config.prefix
         cache = engine.make_cache(rows, capacity)
@@ -102,14 +97,7 @@ class DecoderHarness:
     def run_pass(
         self, cache: Any, tokens: np.ndarray | None, node_mask: np.ndarray, positions: np.ndarray, engine: Any = None
     ) -> PassOutput:
-        """Run a forward pass over tokens or prefixes.
-
-        Args:
-            tokens: token ids `[rows, nodes]`; None runs the prefixes.
-            node_mask: `[nodes, nodes]`; true where the node of a row attends to the node of a column.
-            positions: positions in the sequence, `[rows, nodes]`.
-            engine: engine to run; by default `self.engine`.
-        """
+        """Run a forward pass over tokens or prefixes."""
         engine = engine or self.engine
         rows, nodes = positions.shape
         past_length = engine.past_columns(cache, nodes)
@@ -122,11 +110,7 @@ class DecoderHarness:
         )
 
     def append_codes(self, cache: Any, codes: list[list[int]], engine: Any = None) -> None:
-        """Append codes to the rows of a KV cache, two codes per forward pass.
-
-        Args:
-            engine: engine to run; by default `self.engine`.
-        """
+        """Append codes to the rows of a KV cache, two codes per forward pass."""
         for start in range(0, max(map(len, codes)), 2):
             row_chunks = [row[start : start + 2] for row in codes]
             tokens = np.array([[*row_chunk, 0, 0][:2] for row_chunk in row_chunks])

@@ -40,7 +40,6 @@ def cpu_pipe() -> Pipeline:
 
 
 def generate_first_codes(pipe: Pipeline, method: str, **options: float) -> list[list[int]]:
-    """Return the codes of the first `STEPS` steps of a generation, for each image."""
     steps = list(islice(pipe.stream(PROMPTS, seed=SEEDS, method=method, **options), STEPS))
     return [codes.tolist() for codes in steps[-1].codes]
 

@@ -79,7 +79,6 @@ def test_folded_code_tables_give_the_training_passs_states() -> None:
 
 @pytest.fixture(scope="module")
 def work_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Restore the recipe's work folder from the embedded bundle."""
     folder = tmp_path_factory.mktemp("recipe") / "work"
     restore_work_folder("scenes", folder)
     return folder

@@ -54,7 +54,6 @@ class FakeStopwatch(Stopwatch):
 
 @pytest.fixture(autouse=True)
 def fake_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the fake stopwatch in all training modules, and train the tokenizer on a small pool of images."""
     for module in ("vq", "target", "sharpen", "distil"):
         monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", FakeStopwatch)
     monkeypatch.setattr(vq_module, "POOL", 8)
@@ -63,14 +62,12 @@ def fake_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def work_folder(tmp_path: Path) -> Path:
-    """Return a work folder with a small, briefly trained image tokenizer."""
     train_vq(tmp_path / "work", minutes=0.2, batch=4, config=TINY_VQ)
     return tmp_path / "work"
 
 
 @pytest.fixture
 def tokenizer_folder(tmp_path: Path) -> Path:
-    """Return a work folder that contains only the image tokenizer of the bundle `scenes`."""
     restore_work_folder("scenes", tmp_path / "work", only_vq=True)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["vq.pt"]
     return tmp_path / "work"

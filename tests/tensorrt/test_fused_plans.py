@@ -27,8 +27,6 @@ _KINDS_WITHOUT_WORK = ("shape_call", "signal", "wait")  # kinds of layers that c
 
 
 class EngineLayer(NamedTuple):
-    """A layer of a TensorRT engine."""
-
     name: str
     kind: str
     inputs: list[str]
@@ -38,10 +36,10 @@ class EngineLayer(NamedTuple):
 def write_decoder(
     folder: Path, num_layers: int, compute_dtype: str, weight_precision: str, is_drafter: bool
 ) -> tuple[Path, DecoderSizes]:
-    """Write the graph of a random decoder with the widths of LlamaGen-XL; return its path and description."""
     import torch
+    from tiny_graphs import write_graph
 
-    from lantern_rt.export.graph.graphs import convert_to_float16, make_target_graph, write_graph
+    from lantern_rt.export.graph.graphs import convert_to_float16, make_target_graph
     from lantern_rt.export.models.decoder import Decoder, DecoderConfig
     from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 
@@ -59,7 +57,7 @@ def write_decoder(
     written_graph: Any = (
         convert_to_float16(graph) if compute_dtype == "float16" else replace(graph, compute_type=compute_dtype)
     )
-    (path, *_) = write_graph(written_graph, folder, weight_precision)  # type: ignore[arg-type]
+    path = write_graph(written_graph, folder, weight_precision)  # type: ignore[arg-type]
     return path, spec
 
 
@@ -108,7 +106,6 @@ def build_engine_layers(path: Path, spec: DecoderSizes, compute_dtype: str) -> l
 
 
 def find_cache_copies(layers: list[EngineLayer]) -> list[EngineLayer]:
-    """Return the engine layers that only copy a KV cache, perhaps multiplied by a number."""
     copying_operations = {"Conc", "Move", "Mul", "Repl", "Resh", "Slic", "Tran"}
     copying_layers = []
     for layer in layers:

@@ -72,7 +72,6 @@ def test_tensorrt_rtx_has_the_members_that_store_kernels(class_name: str) -> Non
 def load_image_decoder(
     library_name: str, bundle: Path, folder: Path, provider: str
 ) -> tuple[TensorRTFunction, GraphSession]:
-    """Return the image decoder of the `scenes` bundle as a TensorRT engine and as an ONNX Runtime session."""
     scenes_bundle = open_bundle(bundle)
     manifest = scenes_bundle.manifest
     profiles = (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)

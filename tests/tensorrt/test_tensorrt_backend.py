@@ -58,7 +58,6 @@ def scenes_bundle(float_scenes_bundle: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def engine_folder(scenes_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build engines of the `scenes` bundle for two GPUs, and return their folder."""
     pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     folder = tmp_path_factory.mktemp("plans") / "scenes"
     build_engines(scenes_bundle, "scenes", RTX_OPTIONS, folder, False, ignore_progress)

@@ -11,7 +11,6 @@ from lantern_rt.cli.main import run_program
 
 @pytest.fixture(scope="session")
 def shards(c2i_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Generate a folder of shards with 64 images of ten classes."""
     folder = tmp_path_factory.mktemp("drafter") / "data"
     command = ["data", str(c2i_bundle), "--count", "64", "--threads", "1", "--output", str(folder)]
     assert run_program(["train-drafter", *command]) == 0

@@ -50,10 +50,7 @@ def write_shards(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prom
 
 
 def read_file_contents(folder: Path) -> dict[str, Any]:
-    """Return the source and the arrays of each shard, by file name.
-
-    The bytes of two files cannot be compared, as safetensors writes metadata in any order.
-    """
+    """Return the content of each shard; bytes differ, as safetensors writes metadata in any order."""
     files = {}
     for path in sorted(folder.iterdir()):
         shard = Shard(path)

@@ -30,7 +30,6 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def make_random_drafter(**changes: Any) -> EagleDrafter:
-    """Make a small drafter with random weights and hidden states of 32 numbers."""
     # Two layers, so that the output of the first layer matters, too.
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
     config = DecoderConfig(
@@ -44,15 +43,7 @@ def make_random_drafter(**changes: Any) -> EagleDrafter:
 
 
 class DecodingReference:
-    """A reference for the training pass: the drafter runs as in decoding.
-
-    The first forward pass covers all positions with hidden states of the target. Each further pass covers one draft
-    token.
-
-    Args:
-        tokens: token ids, `[1, positions]`.
-        states: hidden states of the target, `[1, positions, hidden size]`.
-    """
+    """Reference for the training pass: the drafter runs as in decoding, one draft token per pass after the first."""
 
     def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.drafter = drafter

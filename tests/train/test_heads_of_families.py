@@ -39,8 +39,6 @@ METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynam
 
 
 class TrainedBundle(NamedTuple):
-    """A bundle with trained draft heads."""
-
     bundle: Path
     data: Path
     prompts: Path
@@ -64,7 +62,6 @@ def small_glm_image_bundle(export_once: Any) -> Path:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def trained_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainedBundle:
-    """Train draft heads for a bundle of each model family."""
     folder = tmp_path_factory.mktemp(request.param)
     bundle = Path(shutil.copytree(request.getfixturevalue(f"{request.param}_bundle"), folder / "bundle"))
     manifest = open_bundle(bundle).manifest

@@ -133,7 +133,6 @@ def test_training_that_diverges_ends_without_a_drafter(
 
 
 def make_caption_embeddings(bundle: Path) -> Prompts:
-    """Make two random caption embeddings for a bundle, one of 3 positions and one of the full prefix."""
     condition = open_bundle(bundle).manifest.condition
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((2, condition.prefix, condition.caption_dim or 0)).astype(np.float32)

@@ -216,7 +216,7 @@ def test_embeddings_of_wrong_shape_or_values_are_rejected(embeddings_checker: Re
         (
             {"method": f"lantern:neighbors={NUM_NEIGHBORS + 1}"},
             f"neighbors: found {NUM_NEIGHBORS + 1}, expected a whole number 1 .. {NUM_NEIGHBORS}; "
-            f"correct method 'lantern:neighbors={NUM_NEIGHBORS + 1}'",
+            f"the bundle's table has {NUM_NEIGHBORS} neighbours of each code",
         ),
         (
             {"method": "sjd:window=300"},
