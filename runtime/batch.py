@@ -54,10 +54,6 @@ class Batch:
         self._drafters = BatchDrafters(model, self.drafter_timer)
         self._update_rows()
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._prefixes.lengths)
-
     def add(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
         """Add sequences to the batch: run one target pass over their prefixes, and sample their first codes.
 
@@ -239,7 +235,9 @@ class Batch:
         self._update_rows()
 
     def _update_rows(self) -> None:
-        self._prefixes = PrefixBatch([row for sequence in self.active_sequences for row in sequence.rows])
+        rows = [row for sequence in self.active_sequences for row in sequence.rows]
+        self.num_rows = len(rows)
+        self._prefixes = PrefixBatch(rows)
         self._rows = _assign_rows(self.active_sequences)
 
 

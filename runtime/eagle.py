@@ -131,7 +131,7 @@ class EagleDrafter(TreeDrafter):
                 if self.relaxed
                 else no_proposal_distribution
             )
-            trees.append(builder.build(proposal, sampler.sampling.greedy))
+            trees.append(builder.build(proposal, sampler.greedy))
         return trees
 
     def _draft_dynamic_trees(

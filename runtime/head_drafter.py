@@ -163,7 +163,7 @@ class DraftHeadState:
             return self.sampler.compute_distribution(levels[depth][index])
 
         proposal = no_proposal_distribution if self.sequence.plan.method.exact else compute_proposal
-        return builder.build(proposal, self.sampler.sampling.greedy)
+        return builder.build(proposal, self.sampler.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])

@@ -61,7 +61,7 @@ class JacobiDrafter(TreeDrafter):
             self._windows.pop(sequence, None)
 
     def _get_window(self, sequence: ImageSequence) -> JacobiWindow:
-        stores_proposals = not sequence.plan.method.exact and not sequence.plan.sampling.greedy
+        stores_proposals = not sequence.plan.method.exact and not sequence.plan.sampler.greedy
         window = self._windows.setdefault(
             sequence, JacobiWindow(sequence.window, sequence.plan.raster_layout, stores_proposals)
         )

@@ -115,7 +115,7 @@ class Plan:
     def sampler(self) -> Sampler:
         return Sampler(self.sampling, self.layout)
 
-    @property
+    @cached_property
     def raster_layout(self) -> RasterLayout:
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout

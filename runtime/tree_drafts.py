@@ -91,7 +91,7 @@ class TreeDraft:
         if not plan.method.relaxed:
             return verify_tree_exact(tree, output.choose_token, remaining)
         relaxation = RelaxationSettings.from_method(plan.method, model.neighbors)
-        if plan.sampling.greedy:
+        if plan.sampler.greedy:
             return verify_tree_greedy(tree, output.distribution, relaxation, remaining)
         return verify_tree_relaxed(
             tree, output.distribution, output.choose_token, relaxation, output.acceptance_rng, remaining
