@@ -84,7 +84,8 @@ class BatchScheduler:
         for i, batch in enumerate(self._batches):
             waiting = queued.get(i, [])
             # `max_images` holds for all batches together: this batch keeps its images and may add `free` images.
-            joining[i] = select_next_sequences(batch, waiting, free + len(batch.active_sequences), self._max_rows)
+            max_images = free + len(batch.active_sequences)
+            joining[i] = select_next_sequences(batch, waiting, max_images, self._max_rows) if waiting else []
             if batch.active_sequences or joining[i]:
                 callers[i] = {self._requests[sequence.index].caller for sequence in (*batch.active_sequences, *waiting)}
         if not callers:

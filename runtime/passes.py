@@ -115,9 +115,9 @@ class PrefixBatch:
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestor_mask
             positions[rows, :count] = layout.positions + self._first_positions[rows]
-            for row in range(*rows.indices(len(tokens))):
-                # The cache columns after the prefix of the row contain the tokens of the image. The slice is a view, so
-                # the call changes `attention_mask`.
-                layout.mask_cached_tokens(attention_mask[row, :count, self.lengths[row] :])
+            if layout.past_mask is not None:
+                for row_mask, prefix in zip(attention_mask[rows], self.lengths[rows], strict=True):
+                    # The cache columns after the prefix of the row contain the tokens of the image.
+                    row_mask[:count, prefix : prefix + layout.past_mask.shape[1]] &= layout.past_mask
         # Drafts may extend past the last code, where the rotary table ends.
         return PassInput(np.minimum(positions, max_position), attention_mask, tokens)

@@ -251,16 +251,6 @@ class TokenGrid:
 
 
 @dataclass(eq=False)
-class RowParallelPassLayout(PassLayout):
-    """Nodes of several grid rows in a forward pass, which do not attend to all cached tokens."""
-
-    past_mask: Bools  # whether each node attends to each cached token of the image, bool `[nodes, entries]`
-
-    def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        attention_mask[:, : self.past_mask.shape[1]] &= self.past_mask
-
-
-@dataclass(eq=False)
 class RowParallelDraft:
     """Draft of one sequence that consists of the nodes of the active grid rows."""
 
@@ -281,7 +271,7 @@ class RowParallelDraft:
     def make_pass_layout(self) -> PassLayout:
         tree_structure = self.tree_structure
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
-        return RowParallelPassLayout(self.tokens, tree_structure.depths, tree_structure.ancestor_mask, past_mask)
+        return PassLayout(self.tokens, tree_structure.depths, tree_structure.ancestor_mask, past_mask=past_mask)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens to which a node attends, the token of the node included."""

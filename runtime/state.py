@@ -205,8 +205,6 @@ class ImageSequence:
 
     def count_codes_until_preserved(self, num_skipped: int = 0) -> int:
         """Return the number of cells to generate before the next preserved cell."""
-        if self.preserved_codes is None:
-            return self.num_remaining_codes - num_skipped
         preserved, gap = self.next_preserved_codes(num_skipped)
         return 0 if len(preserved) else gap
 

@@ -30,7 +30,13 @@ class TreeDraft:
 
     def __post_init__(self) -> None:
         if self.sequence.codes:  # a prefill has no codes yet
-            self._check_committed_nodes()
+            preserved, _ = self.sequence.next_preserved_codes()
+            count = self.tree.num_preserved_tokens
+            expected = [self.sequence.codes[-1], *preserved[:count].tolist()]
+            assert self.tree.tokens[: 1 + count].tolist() == expected, (
+                "a draft begins with the last token and, if it has preserved tokens, the next preserved codes"
+            )
+            assert count or not len(preserved), "without the next preserved codes, a pass would commit nothing"
         self.first_code_index = len(self.sequence.codes)
         self.tokens = self.tree.tokens
         self.tree_structure = self.tree.tree_structure
@@ -40,15 +46,6 @@ class TreeDraft:
             if is_chain
             else (self.first_code_index + self.tree_structure.depths).tolist()
         )
-
-    def _check_committed_nodes(self) -> None:
-        preserved, _ = self.sequence.next_preserved_codes()
-        count = self.tree.num_preserved_tokens
-        committed = self.tree.tokens[: 1 + count].tolist()
-        assert committed == [self.sequence.codes[-1], *preserved[:count].tolist()], (
-            "a draft begins with the last token and, if it has preserved tokens, the preserved codes of the sequence"
-        )
-        assert count or not len(preserved), "without the preserved codes that come next, a pass would commit nothing"
 
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
