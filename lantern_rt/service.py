@@ -291,11 +291,8 @@ class Service:
 
         Without `last_update`, the last step or an error, the request was cancelled, and the listener is not called.
         """
-        if not request.has_ended:
-            self._remove_request(request, last_update)
-            self._batches.remove(request.sequences)
-
-    def _remove_request(self, request: ServiceRequest, last_update: StreamStep | BaseException | None) -> None:
+        if request.has_ended:
+            return
         request.has_ended = True
         for sequence in request.sequences:
             self._requests.pop(sequence.index, None)
@@ -304,6 +301,7 @@ class Service:
             request.reserved_images = 0
         if last_update is not None:
             self._call_listener(request, last_update)
+        self._batches.remove(request.sequences)
 
     def _call_listener(self, request: ServiceRequest, update: StreamStep | BaseException) -> None:
         try:
@@ -321,4 +319,4 @@ class Service:
         while self._closing and self._arriving:
             ended.add(self._arriving.popleft())
         for request in ended:
-            self._remove_request(request, copy(error).with_traceback(None))  # every caller raises a separate copy
+            self._end_request(request, copy(error).with_traceback(None))  # every caller raises a separate copy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 import numpy as np
 
@@ -22,12 +21,6 @@ def stack_padding_masks(padding_masks: list[Bools]) -> Bools:
     for stacked_row, row in zip(stacked, padding_masks, strict=True):
         stacked_row[: len(row)] = row
     return stacked
-
-
-@cache
-def identity_mask(num_nodes: int) -> Bools:
-    """Return an identity matrix, bool `[num_nodes, num_nodes]`; it is cached, so callers must not change it."""
-    return np.eye(num_nodes, dtype=bool)
 
 
 def build_prefill_mask(is_real_token: Bools, num_nodes: int) -> Bools:
@@ -108,7 +101,7 @@ class PrefixBatch:
         num_nodes = max(MIN_NODES, num_nodes)
         attention_mask, past_length = build_committed_mask(engine, cache, cache.lengths, num_nodes, self.padding)
         # Padding nodes attend to themselves, because a softmax over no columns would be NaN.
-        attention_mask[:, :, past_length:] = identity_mask(num_nodes)
+        attention_mask[:, :, past_length:] = np.eye(num_nodes, dtype=bool)
         tokens, positions = np.zeros((2, len(self.lengths), num_nodes), np.int64)  # both [rows, nodes]
         for rows, layout in layouts:
             count = len(layout.tokens)

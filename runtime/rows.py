@@ -19,7 +19,7 @@ end-of-row token of the row above is the stand-in. This token enters the cache w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -250,35 +250,28 @@ class TokenGrid:
         return True
 
 
-@dataclass(eq=False)
 class RowParallelDraft:
     """Draft of one sequence that consists of the nodes of the active grid rows."""
 
-    sequence: ImageSequence
-    grid: TokenGrid
-    grid_pass: GridPass
-    tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
-    tree_structure: TreeStructure = field(init=False)  # attention mask among the nodes
-    next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
-    sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
-
-    def __post_init__(self) -> None:
+    def __init__(self, sequence: ImageSequence, grid: TokenGrid) -> None:
+        self.sequence = sequence
+        self.grid = grid
+        self.grid_pass = grid.plan_next_pass()
         self.tokens = self.grid_pass.tokens
         self.tree_structure = self.grid_pass.tree_structure
-        self.next_code_indices = self.grid_pass.next_code_indices.tolist()
-        self.sampled_nodes = self.grid_pass.sampled_nodes
+        self.next_code_indices: Sequence[int] = self.grid_pass.next_code_indices.tolist()
+        self.sampled_nodes: Sequence[int] = self.grid_pass.sampled_nodes
 
     def make_pass_layout(self) -> PassLayout:
-        tree_structure = self.tree_structure
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
-        return PassLayout(self.tokens, tree_structure.depths, tree_structure.ancestor_mask, past_mask=past_mask)
+        mask = self.tree_structure.ancestor_mask
+        return PassLayout(self.tokens, self.tree_structure.depths, mask, past_mask=past_mask)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens to which a node attends, the token of the node included."""
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)[node]
-        return np.concatenate(
-            [self.grid_pass.cached_tokens[past_mask], self.tokens[self.tree_structure.ancestor_mask[node]]]
-        )
+        attended = self.tree_structure.ancestor_mask[node]
+        return np.concatenate([self.grid_pass.cached_tokens[past_mask], self.tokens[attended]])
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         sequence = self.sequence
@@ -311,8 +304,7 @@ class RowParallelDrafter(Drafter):
             if len(sequence.codes) <= sequence.plan.raster_layout.grid_start:
                 drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
             else:
-                grid = self._get_grid(sequence)
-                drafts.append(RowParallelDraft(sequence, grid, grid.plan_next_pass()))
+                drafts.append(RowParallelDraft(sequence, self._get_grid(sequence)))
         return drafts
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:

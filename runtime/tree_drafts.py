@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,37 +13,30 @@ from .layout import PassLayout
 from .raster import MAX_BATCH_NODES
 from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
-from .tree import DraftTree, Proposal, TreeStructure, no_proposal_distribution
+from .tree import DraftTree, Proposal, no_proposal_distribution
 
 
-@dataclass(eq=False)
 class TreeDraft:
     """Draft of one sequence that is a tree of draft tokens; the root is the last token of the sequence."""
 
-    sequence: ImageSequence  # sequence that the draft continues
-    tree: DraftTree
-    first_code_index: int = field(init=False)  # index of the code that is sampled after the root
-    tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
-    tree_structure: TreeStructure = field(init=False)  # depths, children and ancestor mask of the nodes
-    next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
-
-    def __post_init__(self) -> None:
-        if self.sequence.codes:  # a prefill has no codes yet
-            preserved, _ = self.sequence.next_preserved_codes()
-            count = self.tree.num_preserved_tokens
-            expected = [self.sequence.codes[-1], *preserved[:count].tolist()]
-            assert self.tree.tokens[: 1 + count].tolist() == expected, (
+    def __init__(self, sequence: ImageSequence, tree: DraftTree) -> None:
+        if sequence.codes:  # a prefill has no codes yet
+            preserved, _ = sequence.next_preserved_codes()
+            count = tree.num_preserved_tokens
+            expected = [sequence.codes[-1], *preserved[:count].tolist()]
+            assert tree.tokens[: 1 + count].tolist() == expected, (
                 "a draft begins with the last token and, if it has preserved tokens, the next preserved codes"
             )
             assert count or not len(preserved), "without the next preserved codes, a pass would commit nothing"
-        self.first_code_index = len(self.sequence.codes)
-        self.tokens = self.tree.tokens
-        self.tree_structure = self.tree.tree_structure
-        is_chain = self.tree_structure.is_chain
-        self.next_code_indices = (
-            range(self.first_code_index, self.first_code_index + len(self.tokens))
-            if is_chain
-            else (self.first_code_index + self.tree_structure.depths).tolist()
+        self.sequence = sequence
+        self.tree = tree
+        self.tokens = tree.tokens
+        self.tree_structure = tree.tree_structure
+        first = self.first_code_index = len(sequence.codes)  # index of the code that is sampled after the root
+        self.next_code_indices: Sequence[int] = (
+            range(first, first + len(self.tokens))
+            if self.tree_structure.is_chain
+            else (first + self.tree_structure.depths).tolist()
         )
 
     @property
