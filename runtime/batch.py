@@ -33,7 +33,6 @@ class Batch:
     """Sequences of one model that share forward passes. The caller decides which sequences join, and when.
 
     Args:
-        model: engines and tables of the model.
         on_commit: callback that gets the committed tokens after every forward pass.
         timers: timers of the target and of the drafter; None: new timers.
     """

@@ -62,9 +62,8 @@ class JacobiDrafter(TreeDrafter):
 
     def _get_window(self, sequence: ImageSequence) -> JacobiWindow:
         stores_proposals = not sequence.plan.method.exact and not sequence.plan.sampler.greedy
-        window = self._windows.setdefault(
-            sequence, JacobiWindow(sequence.window, sequence.plan.raster_layout, stores_proposals)
-        )
+        new_window = JacobiWindow(sequence.window, sequence.plan.raster_layout, stores_proposals)
+        window = self._windows.setdefault(sequence, new_window)
         window.size = sequence.window
         return window
 

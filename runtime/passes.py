@@ -92,8 +92,6 @@ class PrefixBatch:
         """Return the input of a pass over the nodes of several sequences, padded to the same number of nodes.
 
         Args:
-            engine: engine that will run the pass.
-            cache: cache that the pass reads.
             layouts: batch rows and layout of each sequence.
             num_nodes: number of nodes of a row, at least the number of nodes of the longest layout.
             max_position: last position of the rotary table; nodes after this position also get this position.

@@ -92,7 +92,6 @@ class TokenGrid:
     """Token grid of one image during row-parallel decoding, after the first code of the grid was sampled.
 
     Args:
-        layout: layout of the image.
         codes: codes before the grid, and the first code of the grid.
         window: number of tokens by which a grid row stays behind the row above.
         num_drafts: number of draft tokens in every row; may be changed between passes.
@@ -193,7 +192,6 @@ class TokenGrid:
         """Verify the drafts of a pass and store the sampled codes.
 
         Args:
-            grid_pass: pass that was run.
             codes: codes sampled after the nodes `grid_pass.sampled_nodes`, int64 `[sampled nodes]`; `NO_CODE` from NaN.
 
         Returns:

@@ -57,7 +57,6 @@ class TargetOutput:
     The token chosen after a node is the token that autoregressive decoding would sample after the same codes.
 
     Args:
-        layout: layout of the draft in the pass.
         logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
         rows: batch rows of the sequence.
     """
