@@ -18,7 +18,6 @@ from .device import DeviceLogits
 from .drafters import BatchDrafters
 from .drafting import CommitCallback, CommittedTokens, Draft, SequenceStep
 from .engine import Cache, DeviceArray, Floats, PassOutput
-from .layout import PassLayout
 from .likelihood import recompute_logits
 from .passes import PrefixBatch
 from .state import ImageSequence, LoadedModel
@@ -84,13 +83,10 @@ class Batch:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # see `add`
             drafts, num_nodes = self._make_drafts()
-            layouts = {sequence: drafts[sequence].make_pass_layout() for sequence in self.active_sequences}
-            pass_output = self._verify_drafts(layouts, num_nodes)
+            pass_output = self._verify_drafts(drafts, num_nodes)
             outputs = {
-                sequence: self._make_target_output(
-                    sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence]
-                )
-                for sequence, layout in layouts.items()
+                sequence: self._make_target_output(sequence, drafts[sequence], pass_output.logits, rows)
+                for sequence, rows in self._rows.items()
             }
             self._sample_tokens(pass_output.logits, outputs.values())
             steps: list[SequenceStep] = []
@@ -129,8 +125,7 @@ class Batch:
         commits: list[CommittedTokens] = []
         for sequence, rows in _assign_rows(sequences).items():
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
-            layout = sequence.plan.layout.lay_out_prefix_end()
-            output = self._make_target_output(sequence, draft, layout, last_logits, rows)
+            output = self._make_target_output(sequence, draft, last_logits, rows)
             preserved, _ = sequence.next_preserved_codes()
             # A preserved first code is not sampled. The next pass commits further preserved codes as a chain.
             try:
@@ -168,18 +163,18 @@ class Batch:
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
 
-    def _verify_drafts(self, layouts: Mapping[ImageSequence, PassLayout], num_nodes: int) -> PassOutput:
+    def _verify_drafts(self, drafts: Mapping[ImageSequence, Draft], num_nodes: int) -> PassOutput:
         assert self._cache is not None
         target = self.model.target
-        num_nodes = max(num_nodes, *(len(layout.tokens) for layout in layouts.values()))
-        placed = ((self._rows[sequence], layout) for sequence, layout in layouts.items())
+        num_nodes = max(num_nodes, *(len(draft.layout.tokens) for draft in drafts.values()))
+        placed = ((self._rows[sequence], draft.layout) for sequence, draft in drafts.items())
         batch = self._prefixes.build_pass_input(target, self._cache, placed, num_nodes, self.model.num_positions - 1)
         return self.target_timer.run_pass(target, batch, self._cache)
 
     def _make_target_output(
-        self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
+        self, sequence: ImageSequence, draft: Draft, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
-        output = TargetOutput(sequence, draft, layout, logits, rows)
+        output = TargetOutput(sequence, draft, logits, rows)
         # Only an exact method must return the same token in spite of rounding. A bound of 0 turns this off.
         if sequence.plan.method.exact and self.model.rounding_bound > 0:
             sampler = sequence.plan.sampler

@@ -9,7 +9,6 @@ import numpy as np
 from .drafting import AcceptedDraft, Drafter, SequenceStep
 from .engine import Ints
 from .groups import GroupLayout
-from .layout import PassLayout
 from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
 from .tree_drafts import make_chain
@@ -22,16 +21,13 @@ class GroupDraft:
         self.sequence = sequence
         first = self.first_code_index = len(sequence.codes)
         group = group_layout.find_group_index(first)
-        self._layout = group_layout.lay_out_groups(range(group, group + 1), sequence.codes)
-        self.tokens = self._layout.tokens
+        self.layout = group_layout.lay_out_groups(range(group, group + 1), sequence.codes)
+        self.tokens = self.layout.tokens
         count = len(group_layout.groups[group])
         self.tree_structure = make_chain([0] * count).tree_structure  # a chain, so all tokens are sampled together
         self.next_code_indices: Sequence[int] = range(first, first + count)
         # None if a code is sampled from logits of two nodes, which devices do not support.
-        self.sampled_nodes: Sequence[int] | None = range(count) if self._layout.nodes_match_draft else None
-
-    def make_pass_layout(self) -> PassLayout:
-        return self._layout
+        self.sampled_nodes: Sequence[int] | None = range(count) if self.layout.nodes_match_draft else None
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes of all earlier groups, because the codes of a group do not depend on each other."""

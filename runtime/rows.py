@@ -259,17 +259,14 @@ class RowParallelDraft:
         self.tree_structure = self.grid_pass.tree_structure
         self.next_code_indices: Sequence[int] = self.grid_pass.next_code_indices.tolist()
         self.sampled_nodes: Sequence[int] = self.grid_pass.sampled_nodes
-
-    def make_pass_layout(self) -> PassLayout:
-        past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
-        mask = self.tree_structure.ancestor_mask
-        return PassLayout(self.tokens, self.tree_structure.depths, mask, past_mask=past_mask)
+        self.past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
+        ancestor_mask = self.tree_structure.ancestor_mask
+        self.layout = PassLayout(self.tokens, self.grid_pass.cells, ancestor_mask, past_mask=self.past_mask)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens to which a node attends, the token of the node included."""
-        past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)[node]
         attended = self.tree_structure.ancestor_mask[node]
-        return np.concatenate([self.grid_pass.cached_tokens[past_mask], self.tokens[attended]])
+        return np.concatenate([self.grid_pass.cached_tokens[self.past_mask[node]], self.tokens[attended]])
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         sequence = self.sequence

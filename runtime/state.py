@@ -202,14 +202,6 @@ class ImageSequence:
         preserved, gap = self.next_preserved_codes(num_skipped)
         return 0 if len(preserved) else gap
 
-    def append_codes(self, codes: Ints) -> None:
-        """Append codes, and also all remaining codes if only preserved codes remain."""
-        self.codes += codes.tolist()
-        if self.preserved_codes is not None:
-            preserved, _ = self.next_preserved_codes()
-            if len(preserved) == self.num_remaining_codes:
-                self.codes += preserved.tolist()
-
     @property
     def num_cache_columns(self) -> int:
         return self.plan.count_cache_columns(max(len(row.embeds) for row in self.rows))

@@ -36,6 +36,10 @@ class DraftNodes(Protocol):
     """Interface to the nodes of a draft; the target samples a token after each node."""
 
     @property
+    def layout(self) -> PassLayout:
+        """Tokens, positions and ancestor mask of the nodes in a forward pass."""
+
+    @property
     def tree_structure(self) -> TreeStructure:
         """Depths, children and ancestor mask of the nodes."""
 
@@ -66,11 +70,9 @@ class TargetOutput:
     # rounding could change the chosen token. None: near-ties are not recomputed.
     recompute_node_logits: Callable[[int], Floats] | None = None
 
-    def __init__(
-        self, sequence: ImageSequence, draft: DraftNodes, layout: PassLayout, logits: DeviceArray, rows: slice
-    ) -> None:
+    def __init__(self, sequence: ImageSequence, draft: DraftNodes, logits: DeviceArray, rows: slice) -> None:
         self.sequence = sequence
-        self.layout = layout
+        self.layout = draft.layout
         self.rows = rows
         self.next_code_indices = draft.next_code_indices
         self.tree_structure = draft.tree_structure

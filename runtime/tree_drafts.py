@@ -9,7 +9,6 @@ import numpy as np
 from .acceptance import Acceptance, RelaxationSettings, verify_tree_exact, verify_tree_greedy, verify_tree_relaxed
 from .drafting import AcceptedDraft, Drafter, SequenceStep
 from .engine import Ints
-from .layout import PassLayout
 from .raster import MAX_BATCH_NODES
 from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
@@ -33,6 +32,11 @@ class TreeDraft:
         self.tokens = tree.tokens
         self.tree_structure = tree.tree_structure
         first = self.first_code_index = len(sequence.codes)  # index of the code that is sampled after the root
+        self.layout = (
+            sequence.plan.raster_layout.lay_out_tree(tree, first - 1)
+            if sequence.codes
+            else sequence.plan.layout.lay_out_prefix_end()
+        )
         self.next_code_indices: Sequence[int] = (
             range(first, first + len(self.tokens))
             if self.tree_structure.is_chain
@@ -43,9 +47,6 @@ class TreeDraft:
     def sampled_nodes(self) -> Sequence[int] | None:
         """All nodes, as acceptance needs their sampled tokens; None if relaxed acceptance needs distributions."""
         return None if self.sequence.plan.method.relaxed else range(len(self.tokens))
-
-    def make_pass_layout(self) -> PassLayout:
-        return self.sequence.plan.raster_layout.lay_out_tree(self.tree, self.first_code_index - 1)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
@@ -71,7 +72,7 @@ class TreeDraft:
         step = SequenceStep.append_codes(sequence, codes)
         if sequence.plan.method.drafts_tokens:
             step = step._replace(tree=tree, acceptance=accepted)
-        return AcceptedDraft(step, codes, output.layout.find_path_nodes(path))
+        return AcceptedDraft(step, codes, self.layout.find_path_nodes(path))
 
     def _verify_tree(self, output: TargetOutput, model: LoadedModel) -> Acceptance:
         tree = self.tree

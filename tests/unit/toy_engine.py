@@ -431,6 +431,7 @@ def make_model(
 class ToyNodes:
     """Nodes of a draft tree, without row ends or other known tokens before a node."""
 
+    layout: PassLayout
     tree_structure: TreeStructure
     next_code_indices: Sequence[int]
     sampled_nodes: Sequence[int] | None = None
@@ -456,7 +457,7 @@ def make_target_output(
     sequence = ImageSequence(0, plan, make_prompt(0), seed)
     depths = tree_structure.depths
     layout = layout or PassLayout(depths, depths, tree_structure.ancestor_mask)
-    return TargetOutput(sequence, ToyNodes(tree_structure, cells), layout, logits, rows)
+    return TargetOutput(sequence, ToyNodes(layout, tree_structure, cells), logits, rows)
 
 
 def collect_codes(steps: Iterable[DecodeStep], images: int) -> list[list[int]]:
