@@ -138,18 +138,15 @@ class Batch:
             nodes = [np.arange(length) for length in lengths[rows]]
             commits.append(CommittedTokens(sequence, codes, nodes, rows, pass_output.hidden, output))
         self.target_timer.append_to_cache(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
-        self._add_prefilled(sequences, cache)
-        self._commit_tokens(commits)
-        return steps
-
-    def _add_prefilled(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
-        if self.active_sequences and self._cache is not None:
-            self._cache.extend(cache)
-        else:
+        if self._cache is None:
             self._cache = cache
+        else:
+            self._cache.extend(cache)
         self._drafters.add(sequences)
         self.active_sequences += sequences
         self._update_rows()
+        self._commit_tokens(commits)
+        return steps
 
     def _make_drafts(self) -> tuple[dict[ImageSequence, Draft], int]:
         """Return a draft for every active sequence, and the number of nodes to which the pass is padded."""
@@ -216,11 +213,12 @@ class Batch:
     def _remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Remove sequences, and the unconditional batch rows of sequences whose guidance has ended."""
         self.active_sequences = [sequence for sequence in self.active_sequences if sequence not in sequences]
-        if self.failed_sequences and self._cache is not None:
+        assert self._cache is not None
+        if self.failed_sequences:
             self._cache.forbid_memory_reuse()  # the cache may contain NaN
         if not self.active_sequences:
             self._cache = None
-        elif self._cache is not None:
+        else:
             # `_rows` still describes the rows before this change. A sequence whose guidance has ended keeps its first
             # row, which is the conditional row.
             starts = [(self._rows[sequence].start, len(sequence.rows)) for sequence in self.active_sequences]

@@ -67,15 +67,10 @@ class GridPass:
     next_code_indices: Ints  # index of the code after each node, int64 `[nodes]`
 
     @property
-    def num_nodes(self) -> int:
-        return len(self.tokens)
-
-    @property
     def tree_structure(self) -> TreeStructure:
         """Structure of the draft: the attention mask among the nodes, and the cells of the nodes as `depths`."""
-        ancestor_mask = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0) | np.eye(
-            self.num_nodes, dtype=bool
-        )
+        attended = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0)
+        ancestor_mask = attended | np.eye(len(self.tokens), dtype=bool)
         return TreeStructure(self.cells, (), ancestor_mask, self.cells, False)
 
     def build_attention_mask(self, cells: Ints) -> Bools:
