@@ -23,7 +23,7 @@ from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import DecodeStep
 from lantern_rt.runtime.drafters import count_draft_nodes
-from lantern_rt.runtime.engine import HiddenStateView, PassInput, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput, read_hidden_states
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
@@ -302,7 +302,7 @@ class ToyDrafter(ToyEngine):
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
-        hidden = batch.hidden.read() if isinstance(batch.hidden, HiddenStateView) else batch.hidden
+        hidden = read_hidden_states(batch.hidden)
         previous_contexts = decode_hashes(hidden)
         slot_of_hidden = hidden[..., 3].astype(np.int64)
         origin = hidden[..., 4]
