@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -59,7 +60,7 @@ class Service:
         self._rows = min(2 * max_images, engines.max_rows)  # an image with guidance has two rows
         self._requests: dict[int, ServiceRequest] = {}  # index of a sequence -> request
         self._batches = BatchScheduler(self.model, max_images, self._rows, self._requests)
-        self._num_sequences = 0  # number of sequences so far; the index of the next sequence
+        self._sequence_indices = itertools.count()
         self._num_callers = 0  # number of callers with recent requests
         self._changed = threading.Condition()  # its lock protects the state that threads share: capacity, deques, flags
         # Other threads append to these deques, and the service's thread alone removes requests, which needs no lock.
@@ -205,9 +206,8 @@ class Service:
             return
         request.timers = self._batches.timers[0].copy(), self._batches.timers[1].copy()
         for prompt, seed in zip(prompts, prepared_request.seeds, strict=True):
-            sequence = state.ImageSequence(self._num_sequences, prepared_request.plan, prompt, seed)
-            self._requests[self._num_sequences] = request
-            self._num_sequences += 1
+            sequence = state.ImageSequence(next(self._sequence_indices), prepared_request.plan, prompt, seed)
+            self._requests[sequence.index] = request
             request.sequences.append(sequence)
             self._batches.waiting.append(sequence)
 

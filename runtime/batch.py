@@ -71,14 +71,7 @@ class Batch:
             self._remove(leaving)
 
     def step(self) -> list[SequenceStep]:
-        """Run one target pass over the drafts of all active sequences, and commit the accepted tokens.
-
-        Returns:
-            The step of each active sequence, except of failed sequences.
-
-        Raises:
-            EngineError: the pass failed.
-        """
+        """Run one target pass over the drafts of all sequences, and commit the accepted tokens; otherwise as `add`."""
         if not self.active_sequences:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # see `add`

@@ -19,7 +19,18 @@ class TreeDraft:
     """Draft of one sequence that is a tree of draft tokens; the root is the last token of the sequence."""
 
     def __init__(self, sequence: ImageSequence, tree: DraftTree) -> None:
-        if sequence.codes:  # a prefill has no codes yet
+        self.sequence = sequence
+        self.tree = tree
+        self.tokens = tree.tokens
+        self.tree_structure = tree.tree_structure
+        self.first_code_index = len(sequence.codes)  # index of the code that is sampled after the root
+        self.next_code_indices: Sequence[int] = (self.first_code_index + self.tree_structure.depths).tolist()
+        # Relaxed acceptance needs distributions, and exact acceptance only tokens.
+        self.sampled_nodes = None if sequence.plan.method.relaxed else range(len(self.tokens))
+        if not sequence.codes:  # a prefill, whose root stands for the last token of the prefix
+            self.layout = sequence.plan.layout.lay_out_prefix_end()
+        else:
+            self.layout = sequence.plan.raster_layout.lay_out_tree(tree, self.first_code_index - 1)
             preserved, _ = sequence.next_preserved_codes()
             count = tree.num_preserved_tokens
             expected = [sequence.codes[-1], *preserved[:count].tolist()]
@@ -27,26 +38,6 @@ class TreeDraft:
                 "a draft begins with the last token and, if it has preserved tokens, the next preserved codes"
             )
             assert count or not len(preserved), "without the next preserved codes, a pass would commit nothing"
-        self.sequence = sequence
-        self.tree = tree
-        self.tokens = tree.tokens
-        self.tree_structure = tree.tree_structure
-        first = self.first_code_index = len(sequence.codes)  # index of the code that is sampled after the root
-        self.layout = (
-            sequence.plan.raster_layout.lay_out_tree(tree, first - 1)
-            if sequence.codes
-            else sequence.plan.layout.lay_out_prefix_end()
-        )
-        self.next_code_indices: Sequence[int] = (
-            range(first, first + len(self.tokens))
-            if self.tree_structure.is_chain
-            else (first + self.tree_structure.depths).tolist()
-        )
-
-    @property
-    def sampled_nodes(self) -> Sequence[int] | None:
-        """All nodes, as acceptance needs their sampled tokens; None if relaxed acceptance needs distributions."""
-        return None if self.sequence.plan.method.relaxed else range(len(self.tokens))
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
