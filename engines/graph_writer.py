@@ -94,8 +94,7 @@ class GraphWriter:
     def write_column_part_indices(self, first_part_indices: str, num_parts: int) -> str:
         """Write the indices (row, column, part) of all parts of columns, int64 `[rows, nodes, num_parts, 3]`.
 
-        They are for `scatter_column_parts`. The indices of the first parts are (row, column, 0), int64 `[rows, nodes,
-        1, 3]`.
+        They are for `scatter_column_parts`. Those of first parts, (row, column, 0), are int64 `[rows, nodes, 1, 3]`.
         """
         # Row and column come from the first part, and the part numbers from this constant, [num_parts, 3].
         numbers = np.zeros((num_parts, 3), np.int64)

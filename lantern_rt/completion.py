@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from .bundle.manifest import Manifest, explain_unsupported_method
 from .errors import BundleError, RequestError, TreeError
+from .hints import suggest_name
 from .inputs import check_int, describe_validation_error, format_value
 from .methods import (
     METHODS,
@@ -82,12 +82,12 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
         parameter, _, value = part.partition("=")
         if parameter not in METHODS_BY_PARAMETER or not value:
             known = [key for key, methods in METHODS_BY_PARAMETER.items() if name in methods] or [*METHODS_BY_PARAMETER]
-            similar = get_close_matches(parameter, known, 1)
+            hint = suggest_name(parameter, known)
             raise RequestError(
                 field="method",
                 found=f"{part!r} in {text!r}",
                 expected=f"PARAMETER=VALUE, of {', '.join(known)}",
-                remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
+                remedy=hint,
             )
         if name not in METHODS_BY_PARAMETER[parameter]:
             remedy = f"omit {parameter}, or use method {' or '.join(METHODS_BY_PARAMETER[parameter])}"
@@ -164,7 +164,11 @@ def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameter
     defaults = _find_default_parameters(manifest, "lantern" if bound == "delta" else "lantern++")
     limit = manifest.neighbors or 1_000_000  # without a neighbour table, `resolve_method` rejects the method later
     default = min(defaults.get("neighbors", 0), limit)
-    neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, limit)
+    try:
+        neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, limit)
+    except RequestError as error:
+        error.remedy = f"the bundle's table has {limit} neighbours of each code"
+        raise
     return {"residual": "aggregated", bound: defaults.get(bound), **parameters, "neighbors": neighbors}
 
 

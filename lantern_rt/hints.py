@@ -20,16 +20,19 @@ _NAMES_HERE = {
 }
 _STEPS = "leave it out: an image has tokens, not steps"
 _REASONS = {
+    "enableprogressbar": "give a call progress=True",
     "model": "give the bundle as an argument",
     "numinferencesteps": _STEPS,
+    "savepretrained": "copy the folder of the bundle",
     "steps": _STEPS,
+    "to": 'give from_bundle a provider, such as provider="cuda"',
     "workers": "leave it out: one process shares its passes among all requests",
 }
 _MAX_TYPOS = 2  # letters added, missing or replaced, up to which a name counts as misspelt
 
 
 def suggest_name(name: str, known_names: Collection[str]) -> str:
-    """Return a remedy for an unknown name: what has its place here, or the known name within two letters of it.
+    """Return a remedy for an unknown name: what has its place here, or the known name that it begins or nearly is.
 
     The result is empty if there is neither.
     """
@@ -38,6 +41,9 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
         return _REASONS[plain]
     if found := [known for known in _NAMES_HERE.get(plain, ()) if known in known_names]:
         return f"use {found[0]}"
+    longer = [known for known in known_names if len(name) > 2 and known.startswith(name)]
+    if len(longer) == 1:
+        return f"did you mean {longer[0]}?"
     distances = {known: _count_typos(name, known) for known in known_names}
     nearest = min(distances, key=distances.__getitem__, default="")
     is_near = nearest and distances[nearest] <= min(_MAX_TYPOS, len(name.strip("-")) // 2)

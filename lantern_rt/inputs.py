@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # memory address in the `repr` of an object
+UNKNOWN_FIELD = "unknown field"
 _MAX_ERRORS = 100  # invalid fields of which the first is named; pydantic takes long to list more
 # What a value should be: by the limit in pydantic's `ctx`, else by the first word of pydantic's error type.
 _EXPECTED_BY_LIMIT = {
@@ -97,7 +98,7 @@ def describe_validation_error(error: ValidationError) -> dict[str, str]:
     if first["type"] == "missing":
         return {"field": field, "found": "nothing", "expected": "a value"}
     if first["type"] in ("extra_forbidden", "none_required"):
-        return {"field": field, "problem": "unknown field"}
+        return {"field": field, "problem": UNKNOWN_FIELD}
     actual = format_value(first["input"])
     if first["type"] == "value_error":
         actual = "" if isinstance(first["input"], dict) else actual

@@ -122,7 +122,7 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens
 def _estimate_memory_with_decoder(
     manifest: Manifest, settings: GenerationSettings, num_prompt_tokens: int
 ) -> dict[str, int]:
-    num_pixels = math.prod(manifest.size_in_pixels(manifest.size(settings.size)))
+    num_pixels = math.prod(manifest.size_in_pixels(settings.image_size))
     return estimate_image_memory(manifest, settings, num_prompt_tokens) | {
         "image decoding": _BYTES_PER_PIXEL * num_pixels
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 from .methods import CfgSchedule, MethodConfig, Quality
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from PIL.Image import Image
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
 ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 
@@ -20,6 +23,7 @@ ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 class GenerationOptions(TypedDict, total=False):
     """Options of a pipeline call without `image` and `mask`. The docstring of `Options` describes all options."""
 
+    prompt: str | Sequence[str] | None
     class_ids: int | Sequence[int] | None
     token_ids: Sequence[int] | Sequence[Sequence[int]] | None
     embeddings: Embeddings | None
@@ -46,6 +50,7 @@ class Options(GenerationOptions, total=False):
     The bundle has a default for an option that is missing or None.
 
     Attributes:
+        prompt: the same as `prompts`, for callers who know diffusers.
         class_ids: class id or list of class ids, from 0, for bundles that take class ids instead of prompts.
         token_ids: token ids of one prompt or of several prompts, in place of `prompts`. A bundle of condition kind
             `tokens` needs the whole conditional row, with the ids of its template before and after the text. Other
@@ -81,3 +86,21 @@ class Options(GenerationOptions, total=False):
 
     image: ImageSource | None
     mask: ImageSource | None
+
+
+def name_options(function: Function) -> Function:
+    """Name the options in the signature of a function with `**options: Unpack[Options]`, so that editors complete them.
+
+    Type checkers read the annotation of `**options` itself.
+    """
+    signature = inspect.signature(function)
+    *parameters, options = signature.parameters.values()
+    typed = GenerationOptions if "GenerationOptions" in options.annotation else Options
+    known = signature.parameters.keys()
+    named = [
+        options.replace(name=name, kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint.__forward_arg__)
+        for name, hint in typed.__annotations__.items()
+        if name not in known
+    ]
+    vars(function)["__signature__"] = signature.replace(parameters=[*parameters, *named])
+    return function

@@ -25,9 +25,10 @@ from .completion import list_supported_methods
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, ProviderChoice
 from .errors import RequestError
+from .hints import suggest_name
 from .inputs import check_int
 from .memory import compute_max_images
-from .options import GenerationOptions, ImageSource, Options
+from .options import GenerationOptions, ImageSource, Options, name_options
 from .output.images import attach_recipe, convert_pixels_to_image, grey_out_undecoded_cells, make_blank_image
 from .output.progress import show_progress_bars
 from .prepared import PreparedRequest, load_model, make_plan
@@ -119,6 +120,19 @@ class Pipeline:
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 
+    from_pretrained = from_bundle  # its name in diffusers and transformers
+
+    def __repr__(self) -> str:
+        manifest = self.bundle.manifest
+        place = "closed" if self._engines is None else f"{self._engines.backend}, threads: {self._engines.threads}"
+        return f"<Pipeline: {manifest.name}, {manifest.size().name}, {place}>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = suggest_name(name, dir(self))
+            raise AttributeError(f"Pipeline has no attribute {name!r}" + (f"; {hint}" if hint else ""))
+
     def close(self) -> None:
         """Close the pipeline, and release the memory of its engines. A second call has no effect.
 
@@ -171,6 +185,7 @@ class Pipeline:
             raise RequestError("loaded before this process was forked", field="pipeline", remedy=remedy)
         return self._engines
 
+    @name_options
     def __call__(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -207,6 +222,7 @@ class Pipeline:
         decoded = [last.image(i) for i in range(len(last.codes))] if self.bundle.manifest.makes_images else []
         return build_result(request.images, decoded, last)
 
+    @name_options
     def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> Generator[StreamStep, None, None]:
@@ -223,6 +239,7 @@ class Pipeline:
         """
         return self.decode(self.check(prompts, **options))
 
+    @name_options
     def edit(
         self,
         image: ImageSource,
@@ -368,7 +385,7 @@ class Pipeline:
         """
         self.bundle.check_has_image_decoder()
         manifest = self.bundle.manifest
-        size = manifest.size(settings.size)
+        size = settings.image_size
         preserved_codes = images[image_index].preserved_codes
         if preserved_codes is not None:  # shown from the first step on
             codes_by_cell = np.where(codes_by_cell < 0, preserved_codes, codes_by_cell)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from secrets import randbelow
 from shlex import quote
 from typing import Any, get_args
@@ -12,6 +11,7 @@ from typing import Any, get_args
 from .bundle.manifest import Manifest, Size
 from .completion import parse_method_config, resolve_method, validate_model
 from .errors import RequestError
+from .hints import suggest_name
 from .inputs import check_int, convert_numpy_value, convert_to_list, format_value
 from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Options
@@ -65,16 +65,17 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
     options = {name: convert_numpy_value(value) for name, value in options.items() if value is not None}
     _check_option_names(options)
     _check_quality_option(options)
-    size = _resolve_size(manifest, options.get("size"))
+    size = _find_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
     sampling = validate_model(Sampling, manifest.sampling.model_dump() | parameters)
-    sampling = _check_guidance(sampling, parameters.keys(), manifest.size(size).codes)
+    sampling = _check_guidance(sampling, parameters.keys(), size.codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
     if method is None:
         quality = quality or "strict"
         method = _find_preset_method(manifest, quality)
-    return GenerationSettings(resolve_method(manifest, method), sampling, manifest.size(size), size, quality)
+    size_name = size.name if manifest.sizes else None
+    return GenerationSettings(resolve_method(manifest, method), sampling, size, size_name, quality)
 
 
 def _check_option_names(options: Mapping[str, Any]) -> None:
@@ -87,8 +88,7 @@ def _check_option_names(options: Mapping[str, Any]) -> None:
             raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
     if unknown:
         known = ["prompts", *Options.__annotations__]
-        similar = get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(known)}"
+        hint = suggest_name(unknown[0], known) or f"expected one of {', '.join(known)}"
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
 
 
@@ -106,12 +106,12 @@ def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num
     return sampling
 
 
-def _resolve_size(manifest: Manifest, size: Any) -> str | None:
-    """Check an image size, and return its name or the default size's name; None: the bundle has a single size."""
-    names = [entry.name for entry in manifest.all_sizes]
-    if size is not None and size not in names:
-        raise RequestError(field="size", found=format_value(size), expected=", ".join(names))
-    return manifest.size(size).name if manifest.sizes else None
+def _find_size(manifest: Manifest, name: Any) -> Size:
+    """Return the image size of a name, by default the bundle's."""
+    names = [size.name for size in manifest.all_sizes]
+    if name is not None and name not in names:
+        raise RequestError(field="size", found=format_value(name), expected=", ".join(names))
+    return manifest.size(name)
 
 
 def _check_quality_option(options: Mapping[str, Any]) -> None:
@@ -142,6 +142,10 @@ def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options
         TypeError: an option does not exist.
     """
     settings_options = {name: value for name, value in options.items() if value is not None}
+    if "prompt" in settings_options:
+        if "prompts" in settings_options:
+            raise RequestError("given together with prompts", field="prompt", remedy="give one of them")
+        settings_options["prompts"] = settings_options.pop("prompt")
     inputs = {name: settings_options.pop(name) for name in WORDS if name in settings_options}
     inputs = {name: value for name, value in inputs.items() if not (WORDS[name].needs_text and value == "")}
     seed = settings_options.pop("seed", 0)

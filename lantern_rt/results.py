@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from json import dumps
 
 import numpy as np
@@ -13,7 +15,7 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .bundle.manifest import Size
-from .output.formats import FinishedImage
+from .output.formats import PNG, FinishedImage
 from .requests import GenerationSettings
 from .runtime.decode import DecodeStep
 from .runtime.noise import FORMAT
@@ -56,6 +58,12 @@ class Result:
             f"{self.settings.method}, {self.stats.tokens_per_forward_pass:.2f} tokens per pass, "
             f"{self.stats.seconds:.2f} s>"
         )
+
+    def _repr_html_(self) -> str:
+        """Show the images below a notebook's cell."""
+        files = [b64encode(PNG.encode_image(image)).decode() for image in self.images]
+        tags = "".join(f'<img src="data:image/png;base64,{file}" width="256"> ' for file in files)
+        return f"{tags}<br>{escape(repr(self))}"
 
 
 @dataclass(frozen=True, repr=False)

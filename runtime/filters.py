@@ -32,15 +32,16 @@ def find_top_k_bounds(k: int, logits: Floats, certain: float, margin: float) -> 
 
 def find_top_p_bounds(p: float, logits: Floats, certain: float, margin: float) -> tuple[float, float]:
     """Include the largest logits, one after another, until their cumulative probability exceeds p."""
-    ordered = np.sort(logits)[::-1]
+    ascending = np.sort(logits)
+    ordered = ascending[::-1]
     last = len(ordered) - 1
-    probabilities = softmax(ordered)
-    sums = probabilities.cumsum()
+    sums = softmax(ordered).cumsum()
     # With rounding, the logits that the filters before include have a total probability of `sure` to 1.
-    sure = probabilities[ordered > certain].sum()
-    within = int(np.count_nonzero(sums <= (p - margin) * sure))
-    beyond = int(np.count_nonzero(sums <= p + margin))
-    includes_all = within >= last and sure > 0
+    num_sure = len(ordered) - np.searchsorted(ascending, certain, "right")
+    sure = sums[num_sure - 1] if num_sure else 0.0
+    within = int(np.searchsorted(sums, (p - margin) * sure, "right"))  # number of sums up to this probability
+    beyond = int(np.searchsorted(sums, p + margin, "right"))
+    includes_all = within >= last and num_sure > 0
     return ordered[min(beyond, last)] - margin, -np.inf if includes_all else ordered[min(within + 1, last)] + margin
 
 

@@ -162,12 +162,15 @@ class Sampler:
         if not isfinite(scaled_logits.max()):
             return np.nan, np.nan
         possible = scaled_logits
+        lowest = -np.inf
         certain = -np.inf
-        for find_bounds in self._filters:
-            lowest, above = find_bounds(possible, certain, margin)
-            possible = possible[possible >= lowest]
+        for i, find_bounds in enumerate(self._filters):
+            if i > 0:
+                possible = possible[possible >= lowest]
+            below, above = find_bounds(possible, certain, margin)
+            lowest = max(lowest, below)
             certain = max(certain, above)
-        return possible.min(), certain
+        return lowest, certain
 
 
 def guide_together(samplers: Sequence[Sampler], logits: Floats, code_indices: Sequence[Sequence[int]]) -> Floats:

@@ -57,29 +57,18 @@ class TargetOutput:
     The token chosen after a node is the token that autoregressive decoding would sample after the same codes.
 
     Args:
-        sequence: sequence of the draft, with its sampler and noise.
-        draft: draft of the sequence.
         layout: layout of the draft in the pass.
         logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
         rows: batch rows of the sequence.
-
-    Attributes:
-        rounding_margin: maximum rounding error of the difference of two guided logits.
-        recompute_node_logits: function from a node to the guided logits `[1, vocab_size]` after the node, computed
-            again from the whole sequence. It is called if rounding could change the chosen token. None: near-ties are
-            not recomputed.
     """
 
-    rounding_margin = 0.0
+    rounding_margin = 0.0  # maximum rounding error of the difference of two guided logits
+    # Returns the guided logits `[1, vocab_size]` after a node, computed again from the whole sequence. It is called if
+    # rounding could change the chosen token. None: near-ties are not recomputed.
     recompute_node_logits: Callable[[int], Floats] | None = None
 
     def __init__(
-        self,
-        sequence: ImageSequence,
-        draft: DraftNodes,
-        layout: PassLayout,
-        logits: DeviceArray,
-        rows: slice,
+        self, sequence: ImageSequence, draft: DraftNodes, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> None:
         self.sequence = sequence
         self.layout = layout

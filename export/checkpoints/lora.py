@@ -25,8 +25,9 @@ from .files import Weights, format_names, make_file_error, read_config, read_wei
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# Adapter of a linear layer. PEFT uses other names for embeddings and ignores this name there.
-_NAME = re.compile(r"base_model\.model\.((?:.+\.)?(?![^.]*embed)[^.]+)\.lora_([AB])\.weight")
+# Adapter of a linear layer, whose prefix `read_weights` removes. PEFT uses other names for embeddings and ignores this
+# name there.
+_NAME = re.compile(r"((?:.+\.)?(?![^.]*embed)[^.]+)\.lora_([AB])\.weight")
 # Prefixes of names that are ignored, because libraries nest the model differently.
 _OUTER = re.compile(r"(?:(?:model|text_model|language_model|module|_orig_mod)\.)*")
 _REMEDY = "merge it with PEFT, and export the result"

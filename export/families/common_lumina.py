@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
+from ..checkpoints.files import Config
+from ..checkpoints.folders import Checkpoint
 from .common import make_size
-from .common_chameleon import PROMPT_TOKENS
+from .common_chameleon import PROMPT_TOKENS, ChameleonTarget
 
 TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
 ROW_END = "<reserved08799>"
@@ -15,9 +17,27 @@ _PATCH_PIXELS = 32  # height and width of a patch in pixels
 _MAX_ASPECT = 4  # maximum aspect ratio of an image
 
 
-def make_lumina_prompt_layout(start_id: int, end_id: int) -> TokenLayout:
-    """Return the layout of prompts; the tokens of an image size follow."""
-    return TokenLayout(template=TEMPLATE, before=(start_id,), after=(end_id,), uncond=())
+def make_lumina_target(
+    checkpoint: Checkpoint,
+    config: Config,
+    code_token_ids: range,
+    token_ids: Mapping[str, int],
+    start_id: int,
+    grid_rows: int,
+    patch_side: int,
+) -> ChameleonTarget:
+    """Return the target for images of about the area of a square of `grid_rows`; `start_id` begins prompts."""
+    layout = TokenLayout(template=TEMPLATE, before=(start_id,), after=(token_ids[PROMPT_TOKENS[1]],), uncond=())
+    sizes = list_lumina_sizes(grid_rows, patch_side, token_ids)
+    longest = max(size.rows * (size.columns + 1) - 1 for size in sizes)  # end-of-row tokens included
+    # The published program computes rotations for all positions.
+    return ChameleonTarget(
+        checkpoint, config, code_token_ids, token_ids, layout, grid_rows, longest, has_position_limit=False
+    )
+
+
+def list_lumina_sizes(grid_rows: int, patch_side: int, token_ids: Mapping[str, int]) -> list[Size]:
+    return [make_lumina_image_size(*pair, token_ids, patch_side) for pair in list_patch_grids(grid_rows // patch_side)]
 
 
 def list_patch_grids(square_side: int) -> list[tuple[int, int]]:
@@ -35,14 +55,9 @@ def list_patch_grids(square_side: int) -> list[tuple[int, int]]:
     return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _MAX_ASPECT * min(pair)]
 
 
-def count_max_image_tokens(patch_grids: Sequence[tuple[int, int]], patch_side: int) -> int:
-    """Return the number of tokens of the image with the most tokens, end-of-row tokens included."""
-    return max(patch_side * rows * (patch_side * columns + 1) - 1 for rows, columns in patch_grids)
-
-
-def list_size_token_names(patch_grids: Sequence[tuple[int, int]]) -> list[str]:
-    """Return the tokens for the numbers 1 to the largest number of rows or columns."""
-    return [_size_token_name(side) for side in range(1, 1 + max(max(pair) for pair in patch_grids))]
+def list_size_token_names(square_side: int) -> list[str]:
+    """Return the tokens for the numbers 1 to the largest number of rows or columns of patches."""
+    return [_size_token_name(side) for side in range(1, 1 + max(map(max, list_patch_grids(square_side))))]
 
 
 def make_lumina_image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch_side: int) -> Size:

@@ -16,15 +16,8 @@ from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
 from ..model import BundleContents
 from ..models.vq_checkpoints import read_vqgan
-from .common_chameleon import LUMINA, PROMPT_TOKENS, ChameleonTarget, read_chameleon_config, read_token_ids
-from .common_lumina import (
-    ROW_END,
-    count_max_image_tokens,
-    list_patch_grids,
-    list_size_token_names,
-    make_lumina_image_size,
-    make_lumina_prompt_layout,
-)
+from .common_chameleon import LUMINA, PROMPT_TOKENS, read_chameleon_config, read_token_ids
+from .common_lumina import ROW_END, list_lumina_sizes, list_size_token_names, make_lumina_target
 
 _PATCH = 2  # number of grid rows and columns of a patch
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # settings of Lumina-mGPT's published program and of LANTERN
@@ -46,28 +39,17 @@ def read_lumina(
         expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, as its files do not contain the size"
         raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
     config = read_chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-7B-768")
-    patches = list_patch_grids(grid // _PATCH)
-    codes, names = read_token_ids(config, (*PROMPT_TOKENS, ROW_END, *list_size_token_names(patches)))
+    codes, names = read_token_ids(config, (*PROMPT_TOKENS, ROW_END, *list_size_token_names(grid // _PATCH)))
     num_extra_tokens = names[ROW_END] + 1 - codes.stop
     if num_extra_tokens < 1:
         raise target.make_error(ROW_END, found=f"token {names[ROW_END]}", expected="a token after the image tokens")
-    start, end, _ = (names[name] for name in PROMPT_TOKENS)
-    model = ChameleonTarget(
-        target,
-        config,
-        codes,
-        names,
-        make_lumina_prompt_layout(start, end),
-        grid,
-        count_max_image_tokens(patches, _PATCH),
-        has_position_limit=False,  # the published program computes rotations for all positions
-    )
+    model = make_lumina_target(target, config, codes, names, names[PROMPT_TOKENS[0]], grid, _PATCH)
     return model.build_model(
         read_vqgan(vq, target.progress)[0],  # the resolution in vqgan.yaml is that of training and does not matter
         drafter,
         num_extra_tokens,
         sampling=_SAMPLING,
-        sizes=[make_lumina_image_size(rows, columns, names, _PATCH) for rows, columns in patches],
+        sizes=list_lumina_sizes(grid, _PATCH, names),
         row_end=names[ROW_END] - codes.start,
     )
 

@@ -19,15 +19,8 @@ from ..family import ModelFamily
 from ..model import BundleContents
 from ..models.movqgan import read_movqgan
 from .common import build_image_model
-from .common_chameleon import LUMINA, PROMPT_TOKENS, ChameleonTarget, read_chameleon_config
-from .common_lumina import (
-    ROW_END,
-    count_max_image_tokens,
-    list_patch_grids,
-    list_size_token_names,
-    make_lumina_image_size,
-    make_lumina_prompt_layout,
-)
+from .common_chameleon import LUMINA, PROMPT_TOKENS, read_chameleon_config
+from .common_lumina import ROW_END, list_lumina_sizes, list_size_token_names, make_lumina_target
 
 _FIRST_CODE = 155000
 _GRID = 96  # number of grid rows of an image of 768 pixels
@@ -53,18 +46,8 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
             "vocab_size", expected=f"text tokens, and {count} tokens for the codes of the image tokenizer"
         )
     first = min(_FIRST_CODE, size - count)
-    patches = list_patch_grids(rows // _PATCH)
-    names, start = _read_token_ids(target, size, list_size_token_names(patches))
-    model = ChameleonTarget(
-        target,
-        config,
-        range(first, first + count),
-        names,
-        make_lumina_prompt_layout(start, names[PROMPT_TOKENS[1]]),
-        rows,
-        count_max_image_tokens(patches, _PATCH),
-        has_position_limit=False,  # the published program computes rotations for all positions
-    )
+    names, start = _read_token_ids(target, size, list_size_token_names(rows // _PATCH))
+    model = make_lumina_target(target, config, range(first, first + count), names, start, rows, _PATCH)
     decoder, embeddings, condition = model.load_decoder_and_condition()
     row_end = names[ROW_END]
     return build_image_model(
@@ -73,7 +56,7 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
         condition=condition,
         vq=image_tokenizer,
         sampling=_SAMPLING,
-        sizes=[make_lumina_image_size(*pair, names, _PATCH) for pair in patches],
+        sizes=list_lumina_sizes(rows, _PATCH, names),
         row_end=count,
     )
 

@@ -58,8 +58,8 @@ class ClassCondition(nn.Module):
 class CaptionCondition(nn.Module):
     """Module that projects text embeddings, padded on the left, to prefix embeddings.
 
-    The weights of the projection's layers are `first [hidden_size, caption_dim]` and `second [hidden_size,
-    hidden_size]`. The text embeddings of the unconditional row are `uncond [prefix, caption_dim]`.
+    Weights of the projection's layers are `first [hidden_size, caption_dim]` and `second`, which is square. The text
+    embeddings of the unconditional row are `uncond [prefix, caption_dim]`.
     """
 
     def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:

@@ -212,8 +212,7 @@ class LlamaGenVQ(nn.Module):
 class VQDecoder(nn.Module):
     """Module of the graph `vq_decoder`, from codes to images `[images, 3, height, width]`.
 
-    With the `grid_size` of all images, codes are `[images, cells]` in raster order, otherwise `[images, rows,
-    columns]`.
+    Codes are `[images, cells]` if all images have the `grid_size`, otherwise `[images, rows, columns]`.
     """
 
     vectors: Tensor

@@ -21,6 +21,11 @@ class TokenLayout(FrozenModel):
     uncond_fill: TokenId | None = None
     negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
 
+    def fill(self, prompt: str, size_name: str, template: str | None = None) -> str:
+        """Return the text to tokenize, in which the template, or another one, surrounds a prompt."""
+        text = prompt.strip() if self.strip else prompt
+        return (template or self.template).replace("{size}", size_name).replace("{prompt}", text)
+
     def surrounding_tokens(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids before and after the text in a conditional row, which ends with the tokens of a size."""
         return self.before, (*self.after, *size_tokens)

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bundle:
-    """Opened bundle. Its `digest`, the sha256 of `bundle.json`, which has the hashes of all files, identifies it."""
+    """Opened bundle. Its `digest` is the sha256 of `bundle.json`, which has the hashes of all other files."""
 
     folder: Path
     manifest: Manifest
@@ -136,8 +136,11 @@ def open_bundle(
         verify: whether to compare the sha256 of every file. Sizes, paths and external files of graphs are always
             checked.
         skipped_roles: roles of files whose sha256 is not compared, because TensorRT engines replace these files.
-        progress: called with the number of hashed bytes and the number of all bytes.
+        progress: callback, called with the number of hashed bytes and the number of all bytes.
         digest: sha256 that `bundle.json` must have; None: any sha256.
+
+    Returns:
+        The opened bundle.
 
     Raises:
         BundleError: the bundle cannot be downloaded or read, or a check fails.

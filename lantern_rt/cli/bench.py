@@ -8,11 +8,12 @@ import typer
 
 from .. import __version__
 from ..compare.bench import describe_fastest_method, list_default_methods, run_bench, summarize_runs
-from ..compare.prompts import read_bundle_prompts
+from ..compare.prompts import MAX_FIRST_SEED, read_bundle_prompts
 from ..compare.turns import parse_methods
 from ..engines.host import describe_processor
 from ..errors import RequestError
 from ..inputs import check_int
+from ..methods import SAMPLING
 from ..output.tables import format_csv_table
 from ..pipeline import Pipeline
 from .console import print_json, print_table, print_text, show_progress
@@ -20,12 +21,14 @@ from .options import (
     BundleArgument,
     EngineOptions,
     EnginesOption,
+    FirstSeedOption,
     JsonOption,
     MethodsOption,
     PromptsOption,
     ProviderOption,
     QualitiesOption,
     ThreadsOption,
+    add_request_options,
 )
 
 EXAMPLES = """
@@ -42,6 +45,7 @@ COLUMNS = {
 }
 
 
+@add_request_options("json", SAMPLING)
 def bench(
     bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
@@ -49,11 +53,13 @@ def bench(
     count: Annotated[int, typer.Option(help="Minimum number of images per method, in at least three batches.")] = 8,
     batch: Annotated[int, typer.Option(help="Batch size in images.")] = 1,
     prompts: PromptsOption = None,
+    seed: FirstSeedOption = 10_000,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     json: JsonOption = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print all numbers as CSV, and nothing else.")] = False,
+    **sampling: Any,
 ) -> None:
     """Compare the speed of decoding methods with that of plain decoding (ar).
 
@@ -65,15 +71,16 @@ def bench(
         raise RequestError("cannot be combined with --json", field="csv", remedy="give one of them")
     check_int("count", count, 8, 1, 10_000)
     check_int("batch", batch, 1, 1, 64)
+    check_int("seed", seed, 10_000, 0, MAX_FIRST_SEED)
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
     labels = method or ([] if quality else list_default_methods(opened.manifest))
     qualities = quality or ([] if method else [*opened.manifest.presets])
-    methods = parse_methods(labels, {}, opened, qualities)
+    methods = parse_methods(labels, sampling, opened, qualities)
     prompt_set = read_bundle_prompts(opened, prompts)
     pipeline = options.load_pipeline(opened)
     with show_progress() as progress:
-        runs = run_bench(pipeline, methods, prompt_set, batch, count, progress)
+        runs = run_bench(pipeline, methods, prompt_set, batch, count, progress, seed)
     rows = [summarize_runs(run, runs[0]) for run in runs]
     facts = describe_pipeline(pipeline)
     if json:

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import RequestError
 from ..inputs import is_number
 from ..output.formats import PNG
 from ..output.names import choose_output_paths
 from .console import print_stderr, print_text
-from .options import EDIT_INPUTS, OUTPUT, SUBJECTS, BundleArgument, EngineOptions, add_request_options
+from .options import EDIT_INPUTS, OUTPUT, SUBJECTS, EngineOptions, add_request_options, split_arguments
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
 
 EXAMPLES = """
-lantern-rt edit scene.png --mask mask.png --prompt "a green cone left of a blue cube on grass"
+lantern-rt edit scene.png "a green cone left of a blue cube on grass" --mask mask.png
 lantern-rt edit scene.png --keep-rows 8 --count 4 --output variations/
 lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --output dog.png
 """
@@ -28,16 +29,23 @@ lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --output do
 ImageArgument = Annotated[
     Path, typer.Argument(help="Image to edit: PNG, JPEG or WebP, scaled to a size of the bundle.")
 ]
+WordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[BUNDLE] [PROMPT]",
+        help="Prompt for the whole image, in quotes, perhaps after a bundle: its folder or name, or "
+        "hf:owner/name[@revision]. [default: scenes, and the prompt that IMAGE records]",
+    ),
+]
 PromptOption = Annotated[
     str | None,
-    typer.Option(
-        help="Prompt for the whole image, or class id. [default: the prompt that IMAGE records]",
-        rich_help_panel=SUBJECTS,
-    ),
+    typer.Option(help="Prompt or class id, as an alternative to the argument.", rich_help_panel=SUBJECTS),
 ]
 OutputOption = Annotated[
     str | None,
     typer.Option(
+        "-o",
+        "--output",
         help="PNG file (of one image) or folder to write. [default: IMAGE-edit-seedN.png in the current folder]",
         rich_help_panel=OUTPUT,
     ),
@@ -47,7 +55,7 @@ OutputOption = Annotated[
 @add_request_options("output", [*EDIT_INPUTS, "seed", "num_images", "quality", "method"])
 def edit(
     image: ImageArgument,
-    bundle: BundleArgument = "scenes",
+    words: WordsArgument = None,
     prompt: PromptOption = None,
     output: OutputOption = None,
     **options: Any,
@@ -61,8 +69,12 @@ def edit(
     from ..text.tokenizers import load_bundle_tokenizer
     from .replay import png_contains_image
 
+    name, prompts = split_arguments(words or [], prompt is not None)
+    if len(prompts) + (prompt is not None) > 1:
+        raise RequestError(field="prompt", found="several", expected="one prompt for the whole image")
+    prompt = prompt or next(iter(prompts), None)
     engine = EngineOptions()
-    opened = engine.open_bundle(bundle)
+    opened = engine.open_bundle(name or "scenes")
     check_supports_edits(opened.manifest)
     options = {"seed": choose_random_seed(), **{name: value for name, value in options.items() if value is not None}}
     count = options.get("num_images", 1)

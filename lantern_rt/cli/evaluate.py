@@ -6,7 +6,7 @@ import datetime
 import itertools
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,7 @@ from ..compare.image_graph import (
     read_preprocessing,
 )
 from ..compare.presets import choose_presets, list_candidate_methods
-from ..compare.prompts import Prompts, read_bundle_prompts
+from ..compare.prompts import MAX_FIRST_SEED, Prompts, read_bundle_prompts
 from ..compare.report import format_html_report, format_text_report
 from ..compare.statistics import Floats
 from ..compare.turns import parse_methods
@@ -31,7 +31,8 @@ from ..completion import parse_method
 from ..engines.doctor import make_host_report
 from ..engines.host import count_usable_cores
 from ..errors import RequestError
-from ..methods import BUILT_IN_METHODS, METHODS, Quality
+from ..inputs import check_int
+from ..methods import BUILT_IN_METHODS, METHODS, SAMPLING, Quality
 from ..output.files import check_new_folder, write_folder_atomically
 from ..output.names import make_slug
 from ..output.tables import format_csv_table
@@ -43,12 +44,13 @@ from .options import (
     BundleArgument,
     EngineOptions,
     EnginesOption,
+    FirstSeedOption,
     MethodsOption,
     PromptsOption,
     ProviderOption,
     QualitiesOption,
     ThreadsOption,
-    make_sampling_option,
+    add_request_options,
 )
 
 EXAMPLES = """
@@ -62,7 +64,6 @@ CountOption = Annotated[
     int | None,
     typer.Option(help="Number of images per method. [default: one per prompt]"),
 ]
-TemperatureOption = Annotated[float | None, make_sampling_option("temperature")]
 FeaturesOption = Annotated[
     Path | None,
     typer.Option(
@@ -96,13 +97,14 @@ WritePresetsOption = Annotated[
 ]
 
 
+@add_request_options("features", SAMPLING)
 def evaluate(
     bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
     quality: QualitiesOption = None,
     prompts: PromptsOption = None,
     count: CountOption = None,
-    temperature: TemperatureOption = None,
+    seed: FirstSeedOption = 0,
     features: FeaturesOption = None,
     reference: ReferenceOption = None,
     agreement: AgreementOption = None,
@@ -111,16 +113,18 @@ def evaluate(
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
+    **sampling: Any,
 ) -> None:
     """Compare the images of decoding methods with images of plain decoding (ar), on the same prompts and seeds.
 
     Without --method and --quality, several degrees of relaxed acceptance are compared. If the folder of an ONNX graph
     has a preprocessor_config.json, images are prepared for the graph as this file says. Needs lantern-rt[cpu].
     """
-    if write_presets and temperature is not None:
-        raise RequestError(
-            "presets need the bundle's temperature", field="temperature", remedy="omit --temperature or --write-presets"
-        )
+    changed = next((name for name, value in sampling.items() if value is not None), None)
+    if write_presets and changed is not None:
+        problem = "presets need the bundle's sampling settings"
+        raise RequestError(problem, field=changed, remedy="omit it or --write-presets")
+    check_int("seed", seed, 0, 0, MAX_FIRST_SEED)
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
     manifest = opened.manifest
@@ -129,7 +133,7 @@ def evaluate(
     output = output or _choose_new_folder(f"eval-{make_slug(manifest.name)}")
     check_new_folder(output, False, _RESULT)
     labels = method or ([] if quality else list_candidate_methods(manifest))
-    methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
+    methods = parse_methods(labels, sampling, opened, quality or ())
     if write_presets:
         _check_built_in(labels)
     prompt_set = read_bundle_prompts(opened, prompts, count)
@@ -142,7 +146,7 @@ def evaluate(
     pipeline = options.load_pipeline(opened)
     with show_progress() as progress:
         report, images = evaluate_methods(
-            pipeline, prompt_set, seeds, methods, progress, feature_graph, agreement_graph, reference_features
+            pipeline, prompt_set, seeds, methods, progress, feature_graph, agreement_graph, reference_features, seed
         )
     facts = _describe_evaluation(pipeline)
     facts["reference"] = "ar, other seeds"

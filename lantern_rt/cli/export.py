@@ -174,6 +174,7 @@ def export(
         from ..export.prompts import add_prompts
         from ..export.writer import check_output_folder, export_model
 
+        check_output_folder(output, force)  # before downloads
         family = family or detect_model_family(options["target"])
         _check_options(family, options)
     family = family or FAMILIES[0]
@@ -182,7 +183,6 @@ def export(
     if precision == "auto":
         print_stderr(f"precision: {fastest}, the fastest on this processor")
     texts = [] if prompts is None else [prompt for _, prompt in read_prompts(prompts)]
-    check_output_folder(output, force)  # before downloads
     _check_space_for_download(output, estimate_export_sizes(load_model_family(family), options, precisions.target))
     start = time.perf_counter()
     with PeakMemoryMonitor() as peak, show_progress() as progress:

@@ -18,12 +18,10 @@ lantern-rt models --json
 """
 COLUMNS = {
     "name": "{name}",
-    "gives": "{gives_text}",
     "sizes": "{sizes}",
     "parameters": "{parameters_text}",
     "download": "{download_gb:.1f} GB",
     "memory": "{memory_gb:.1f} GB",
-    "finished bundle": "{bundles_text}",
     "licence": "{licence}{login_text}",
     "": "{cached_text}",
 }
@@ -62,6 +60,7 @@ def models(
         )
     else:
         print_table(COLUMNS, rows)
+        print_text("scenes is included, and needs no download")
 
 
 def _describe_model(name: str) -> dict[str, Any]:
@@ -73,7 +72,6 @@ def _describe_model(name: str) -> dict[str, Any]:
         **model.model_dump(),
         "repositories": model.repositories,
         "cached": [*map(str, places)],
-        "gives_text": "images" if model.makes_images else "codes",
         "parameters_text": format_parameter_count(model.parameters),
         "download_gb": model.download_bytes / 1e9,
         "memory_gb": model.memory_bytes / 1e9,

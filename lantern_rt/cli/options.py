@@ -13,6 +13,7 @@ import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
+from ..inputs import format_value
 from ..methods import METHODS, SAMPLING, SettableByRequest
 from ..subjects.base import Option
 from ..subjects.table import WORDS
@@ -101,6 +102,11 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Download a published mod
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
+FirstSeedOption = Annotated[
+    int, typer.Option("--seed", help="Seed of the first image; further images have the next seeds.")
+]
+
+
 def make_sampling_option(name: str) -> Any:
     field = SAMPLING[name]
     (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
@@ -134,6 +140,7 @@ REQUEST_OPTIONS: dict[str, Any] = {
     "num_images": Annotated[
         int | None,
         typer.Option(
+            "-n",
             "--count",
             help="Number of images per prompt; at most 1,024 in all. [default: 1]",
             rich_help_panel=SUBJECTS,
@@ -160,12 +167,39 @@ def add_request_options(before: str, names: Iterable[str]) -> Callable[[Callable
         signature = inspect.signature(command, eval_str=True)
         for parameter in signature.parameters.values():
             if parameter.name == before:
-                parameters += [parameter.replace(name=name, annotation=REQUEST_OPTIONS[name]) for name in names]
+                parameters += [
+                    parameter.replace(name=name, annotation=REQUEST_OPTIONS[name], default=None) for name in names
+                ]
             parameters.append(parameter)
         vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
         return command
 
     return replace_signature
+
+
+def split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
+    """Split arguments such as `scenes "a red cube"` into the bundle, if there is one, and the prompts.
+
+    Args:
+        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name of a
+            bundle, even if the bundle does not exist.
+
+    Raises:
+        RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
+    """
+    from ..model_names import find_model_name
+
+    bundle = find_model_name(arguments[0]) if arguments else None
+    if arguments and has_input_option and " " not in arguments[0].strip():
+        bundle = bundle or arguments[0]
+    if bundle is not None:
+        arguments = arguments[1:]
+    single = [argument for argument in arguments if " " not in argument.strip()]
+    if len(arguments) > 1 and single:
+        actual = f"the single word {format_value(single[0])} among {len(arguments)}"
+        expected = "a bundle's folder or name, then prompts in quotes"
+        raise RequestError(field="prompt", found=actual, expected=expected)
+    return bundle, arguments
 
 
 @dataclass(frozen=True)

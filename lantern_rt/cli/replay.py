@@ -121,7 +121,7 @@ def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int)
         return False
     (image,) = request.images
     settings = request.settings
-    width, height = bundle.manifest.size_in_pixels(bundle.manifest.size(settings.size))
+    width, height = bundle.manifest.size_in_pixels(settings.image_size)
     old_fields = recipe.model_dump(include=_IMAGE_FIELDS, exclude_none=True)
     new_fields = {
         name: text for name, text in build_recipe_fields(bundle, settings, image).items() if name in _IMAGE_FIELDS

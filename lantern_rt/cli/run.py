@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import check_int, format_value
+from ..inputs import check_int
 from ..output.files import check_output_path, write_output
 from ..output.formats import FORMATS, PNG, FinishedImage, Model, OutputFormat, find_format
 from ..output.names import choose_output_paths
@@ -35,11 +35,11 @@ from .options import (
     YesOption,
     add_request_options,
     download_published_model,
+    split_arguments,
 )
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
-    from ..output.trace import Trace
     from ..requests import Request
     from ..results import StreamStep
 
@@ -73,6 +73,8 @@ SourceOption = Annotated[
 OutputOption = Annotated[
     str | None,
     typer.Option(
+        "-o",
+        "--output",
         help="File or folder to write; a new folder's parent must exist. A file's ending selects its format: "
         f"{', '.join(suffix[1:] for each in FORMATS for suffix in each.suffixes)}. "
         "[default: a name from prompt and seed, or PNG-again, in the current folder]",
@@ -81,10 +83,7 @@ OutputOption = Annotated[
 ]
 TraceOption = Annotated[
     Path | None,
-    typer.Option(
-        help="File NAME.npz to write all draft trees to; an image of them goes to NAME.trace.png.",
-        rich_help_panel=OUTPUT,
-    ),
+    typer.Option(help="File NAME.npz to write all draft trees to.", rich_help_panel=OUTPUT),
 ]
 CodesOption = Annotated[
     bool, typer.Option("--codes", help="Write .npz files of tokens instead of images.", rich_help_panel=OUTPUT)
@@ -120,7 +119,7 @@ def run(
     from .replay import png_contains_image, read_recorded_request, read_replay_recipe
 
     options = {name: value for name, value in options.items() if value not in (None, [])}
-    name, prompts = _split_arguments(words or [], bool(source or list_subjects(options)))
+    name, prompts = split_arguments(words or [], bool(source or list_subjects(options)))
     if prompts:
         options["prompts"] = [*prompts, *options.get("prompts", [])]
     values = options | {name: WORDS[name].option.read(options[name]) for name in options.keys() & WORDS.keys()}
@@ -131,7 +130,7 @@ def run(
         if source is None:
             stems = ["image"] * check_published_request(name, values)
             outputs = choose_output_paths(output, stems, force, lambda i, path: True, formats)
-            check_trace_paths(trace, [path for path, _ in outputs], force)
+            _check_trace_path(trace, [path for path, _ in outputs], force)
         else:
             read_replay_recipe(source, options)
         download_published_model(name, yes)
@@ -148,7 +147,7 @@ def run(
 
     outputs = choose_output_paths(output, stems, force, contains_image, formats)
     paths = [path for path, _ in outputs]
-    trace_paths = check_trace_paths(trace, paths, force)
+    _check_trace_path(trace, paths, force)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         print_stderr(f"{len(paths) - len(pending)} of {len(paths)} images exist already; --force generates them again")
@@ -156,7 +155,7 @@ def run(
         request = replace(request, images=[request.images[i] for i in pending])
         files = [outputs[i] for i in pending]
         encode = partial(find_format(paths[0]).encode, scale=scale)
-        last_step = _generate_images(engine_options, bundle, request, encode, files, trace_paths, force)
+        last_step = _generate_images(engine_options, bundle, request, encode, files, trace, force)
     if as_json:
         _print_results_json(request, last_step, paths, options)
     else:
@@ -181,25 +180,16 @@ def _list_formats(
     return [each for each in FORMATS if not each.needs_image_decoder]
 
 
-def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: bool) -> tuple[Path, Path] | None:
-    """Check that the files of a trace can be written, and that none is the path of an image.
-
-    Returns:
-        The paths NAME.npz (draft trees) and NAME.trace.png (an image of the trees); None without a trace.
-    """
+def _check_trace_path(trace_path: Path | None, image_paths: list[Path], force: bool) -> None:
+    """Check that the file of a trace can be written, and that it is not the path of an image."""
     if trace_path is None:
-        return None
+        return
+    field = f"trace {trace_path}"
     if trace_path.suffix != ".npz":
-        raise OutputError(
-            field=f"trace {trace_path}", found=f"the ending {trace_path.suffix or 'none'}", expected=".npz"
-        )
-    paths = trace_path, trace_path.with_name(trace_path.stem.removesuffix(".trace") + ".trace.png")
-    for written in paths:
-        check_output_path(written, force)
-        if written.absolute() in [output.absolute() for output in image_paths]:
-            problem = "is the path of an image and of the trace"
-            raise OutputError(problem, field=str(written), remedy="give the trace or the image another name")
-    return paths
+        raise OutputError(field=field, found=f"the ending {trace_path.suffix or 'none'}", expected=".npz")
+    check_output_path(trace_path, force)
+    if trace_path.absolute() in [output.absolute() for output in image_paths]:
+        raise OutputError("is the path of an image, too", field=field, remedy="give one of them another name")
 
 
 def _print_results_json(request: Request, last_step: StreamStep, paths: list[Path], options: Mapping[str, Any]) -> None:
@@ -215,31 +205,6 @@ def _print_results_json(request: Request, last_step: StreamStep, paths: list[Pat
     ]
     stats = {name: value for name, value in vars(last_step.stats).items() if name not in ("images", "per_image")}
     print_json({"images": images, "stats": stats})
-
-
-def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
-    """Split arguments such as `scenes "a red cube"` into the bundle, if there is one, and the prompts.
-
-    Args:
-        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name of a
-            bundle, even if the bundle does not exist.
-
-    Raises:
-        RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
-    """
-    from ..model_names import find_model_name
-
-    bundle = find_model_name(arguments[0]) if arguments else None
-    if arguments and has_input_option and " " not in arguments[0].strip():
-        bundle = bundle or arguments[0]
-    if bundle is not None:
-        arguments = arguments[1:]
-    single = [argument for argument in arguments if " " not in argument.strip()]
-    if len(arguments) > 1 and single:
-        actual = f"the single word {format_value(single[0])} among {len(arguments)}"
-        expected = "a bundle's folder or name, then prompts in quotes"
-        raise RequestError(field="prompt", found=actual, expected=expected)
-    return bundle, arguments
 
 
 def _open_bundle_and_request(
@@ -275,14 +240,14 @@ def _generate_images(
     request: Request,
     encode: Callable[[FinishedImage], bytes],
     planned_files: list[tuple[Path, bool]],
-    trace_paths: tuple[Path, Path] | None,
+    trace_path: Path | None,
     force: bool,
 ) -> StreamStep:
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
 
     Args:
         planned_files: path of each image, and whether the file already contains the image and stays as it is.
-        trace_paths: result of `check_trace_paths`.
+        trace_path: file of the trace; None: no trace.
 
     Returns:
         The last decoding step, which has the codes of all images and the statistics.
@@ -296,11 +261,11 @@ def _generate_images(
     if not PNG.supports(bundle.manifest):
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(planned_files))
-    grid = bundle.manifest.size(request.settings.size)
+    grid = request.settings.image_size
     trace = Trace(grid.rows, grid.columns)
     with show_progress(announce_tasks=False) as progress:
         for step in pipeline.decode(request):
-            if trace_paths is not None:
+            if trace_path is not None:
                 trace.add_step(step)
             progress("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(planned_files) == step.total]:
@@ -308,8 +273,9 @@ def _generate_images(
                 if not exists:  # else the image was generated only for its tokens
                     image = finish_image(bundle, request.settings, request.images[i], step, i)
                     write_output(path, encode(image), force)
-    if trace_paths is not None:
-        _write_trace(trace, trace_paths, force)
+    if trace_path is not None:
+        write_output(trace_path, trace.encode_npz(), force)
+        print_stderr(f"trace: {trace_path}")
     assert step.stats is not None
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
@@ -318,10 +284,3 @@ def _generate_images(
         f"seed {request.images[0].seed}"
     )
     return step
-
-
-def _write_trace(trace: Trace, paths: tuple[Path, Path], force: bool) -> None:
-    path, image_path = paths
-    write_output(path, trace.encode_npz(), force)
-    write_output(image_path, PNG.encode_image(trace.render_image()), force)
-    print_stderr(f"trace: {path} and {image_path}")

@@ -67,7 +67,7 @@ def data(
     manifest = opened.manifest
     sizes = manifest.all_sizes
     if size is not None:
-        sizes = (manifest.size(resolve_settings(manifest, {"size": size}).size),)
+        sizes = (resolve_settings(manifest, {"size": size}).image_size,)
     items = read_bundle_prompts(opened, prompts, manifest.condition.classes)
     print_stderr(f"{count:,} images, up to {format_bytes(estimate_shard_bytes(manifest, count, sizes))}")
     pipeline = engine.load_pipeline(opened)
@@ -140,7 +140,7 @@ def heads(
         tables, figures = train_draft_heads(data, target, opened.manifest.sampling.cfg_scale, steps, progress, device)
     changed = write_draft_heads(opened, tables)
     print_text(
-        f"overlap with the target: {format_metrics(figures)}",
+        f"overlap with the target's distributions (0 .. 1): {format_metrics(figures)}",
         f"bundle {changed.manifest.name} was {opened.digest[:12]}, is {changed.digest[:12]}: "
         "run `lantern-rt eval --write-presets`, and build its engine folders again",
     )

@@ -133,6 +133,9 @@ def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[st
     names = {source.role: source.name for source in reversed(sources)}
     roles = [role for role in CHECKPOINTS if role in names]
     scales = [source.role.partition(":")[2] for source in sources if source.role.startswith("lora:")]
+    if "target_config" in names:  # it is read with the target beside it, so it may be named or not
+        configuration = Path(checkpoints[0]).parent / names["target_config"]
+        checkpoints = [text for text in checkpoints if Path(text) != configuration]
     named = [Path(checkpoints[0]) / names[role] for role in roles]
     if len(checkpoints) == 1 < len(roles) and not scales and all(map(isfile, named)):
         checkpoints = [str(path) for path in named]

@@ -33,6 +33,7 @@ def run_bench(
     batch_size: int,
     min_images: int,
     progress: Progress,
+    first_seed: int,
 ) -> list[list[MethodRun]]:
     """Run decoding methods in turns, plain decoding first, after a warm-up turn that is discarded.
 
@@ -40,7 +41,7 @@ def run_bench(
     method, one per turn.
     """
     turns = max(MIN_TURNS, -(-min_images // batch_size))
-    requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
+    requests = (prompts.request(max(turn, 0), batch_size, first_seed) for turn in range(-1, turns))
     by_turn = [
         [replace(run, images=[]) for run in runs]  # Images are only decoded so that the time includes it.
         for runs in run_methods_in_turns(

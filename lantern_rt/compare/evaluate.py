@@ -53,11 +53,13 @@ def evaluate_methods(
     feature_model: ImageFeatureModel | None = None,
     agreement_model: PromptAgreementModel | None = None,
     real_features: Floats | None = None,
+    first_seed: int = 0,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
     """Generate images with all methods, plain decoding first, and compare them with plain decoding.
 
-    Image n of every method has seed n. Without a `feature_model`, the report has no Frechet distances, and without an
-    `agreement_model` no agreement. Without `real_features [n, width]`, plain decoding generates the reference set.
+    Image n of every method has seed `first_seed` + n. Without a `feature_model`, the report has no Frechet distances,
+    and without an `agreement_model` no agreement. Without `real_features [n, width]`, plain decoding generates the
+    reference set.
 
     Returns:
         The report as a JSON object, and lists of images by method label: of plain decoding, of every method with other
@@ -73,7 +75,7 @@ def evaluate_methods(
         feature_model([blank])
     if agreement_model is not None:
         agreement_model([blank], [max(labels, key=len)])
-    requests = list(prompts.requests(BATCH_SIZE, num_seeds, 0))
+    requests = list(prompts.requests(BATCH_SIZE, num_seeds, first_seed))
     turns = list(
         run_methods_in_turns(pipeline, methods, requests, with_likelihoods=False, progress=progress, total_images=count)
     )
@@ -91,7 +93,10 @@ def evaluate_methods(
         sets = _map_images(images, "features", feature_model, progress)
         num_features = sets[0].shape[1]
         if real_features is None:
-            images[REFERENCE] = _generate_reference_images(pipeline, methods[0], prompts, num_seeds, progress)
+            reference_seed = first_seed + count
+            images[REFERENCE] = _generate_reference_images(
+                pipeline, methods[0], prompts, num_seeds, reference_seed, progress
+            )
         reference = feature_model(images[REFERENCE]) if real_features is None else real_features
         metrics["frechet"] = estimate_frechet_distances(
             sets, reference, num_seeds, progress, paired_reference=real_features is None
@@ -165,14 +170,19 @@ def _make_method_reports(
 
 
 def _generate_reference_images(
-    pipeline: Pipeline, baseline_method: ComparedMethod, prompts: Prompts, num_seeds: int, progress: Progress
+    pipeline: Pipeline,
+    baseline_method: ComparedMethod,
+    prompts: Prompts,
+    num_seeds: int,
+    first_seed: int,
+    progress: Progress,
 ) -> list[Image]:
     count = len(prompts.items) * num_seeds
 
     def report_reference_progress(_: str, done: int, total: int) -> None:
         progress(f"images of {REFERENCE}", done, total)
 
-    requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed=count)
+    requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed)
     turns = run_methods_in_turns(
         pipeline,
         [baseline_method],

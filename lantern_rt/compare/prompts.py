@@ -17,6 +17,7 @@ from ..subjects.text import Text
 from ..text.tokenizers import load_bundle_tokenizer
 
 MAX_PROMPTS = 100_000
+MAX_FIRST_SEED = 2**63  # leaves seeds for all images
 CLASSES = 64  # Default number of class ids.
 _PROMPTS_LIMIT = 1 << 24  # Maximum size of a text file in bytes.
 

@@ -102,8 +102,8 @@ def format_html_report(
     notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
     parts = [
         format_html_table([(escape(name), escape(text)) for name, text in setup_facts.items()]),
-        f"<p>{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each; with 95 % bootstrap intervals, "
-        "differences to ar paired by prompt.</p>",
+        f"<p>{len(report['prompts'])} prompts, seeds for each: {report['seeds_per_prompt']}; "
+        "with 95 % bootstrap intervals, differences to ar paired by prompt.</p>",
         format_html_table(figures, ["method", *headings]),
         f"<ul>{notes}</ul>{_format_image_grid(report, images_by_method)}",
     ]

@@ -1,7 +1,4 @@
-"""Traces of decoding: every draft tree, the accepted path in it, and an image that summarizes them.
-
-`Trace` collects the steps of decoding. `Trace.encode_npz` returns all data. `Trace.render_image` draws the grid: the
-colour of a cell shows how many draft tokens were accepted by the forward pass that generated the cell.
+"""Traces of decoding: every draft tree, and the accepted path in it, as an .npz file.
 
 In the .npz file a *part* is the effect of one step on one image, in order of time. Lists of different lengths are
 concatenated: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
@@ -28,14 +25,12 @@ concatenated: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
 
 from ..runtime.decode import DecodeStep
 from ..runtime.tree import DraftTree
@@ -44,12 +39,6 @@ Ints = NDArray[np.int64]
 
 FORMAT = 1
 _EMPTY = np.zeros(0, np.int64)
-_CELL = 16  # Width and height of a cell in pixels.
-_GRIDS_PER_ROW = 8
-_MIN_WIDTH = 24  # Minimum width of the rendered image in cells, for the legend.
-_COLOURS = np.array([(38, 34, 98), (33, 105, 150), (40, 165, 130), (150, 205, 70), (250, 225, 60)])  # min .. max
-_MISSING = (220, 220, 220)
-_PAPER = (255, 255, 255)
 
 
 class TraceStep(NamedTuple):
@@ -121,7 +110,7 @@ class Trace:
         arrays: dict[str, Any] = {
             "format": FORMAT,
             "grid": [self.grid_rows, self.grid_columns],
-            "codes": self._fill_cells(lambda part: part.codes),
+            "codes": self._collect_codes(),
             "part_step": [part.step_index for part in self.trace_steps],
             "part_image": [part.image_index for part in self.trace_steps],
             "part_committed": [len(part.codes) for part in self.trace_steps],
@@ -152,57 +141,15 @@ class Trace:
         np.savez_compressed(buffer, **int64, **measured)
         return buffer.getvalue()
 
-    def count_accepted_tokens_per_cell(self) -> Ints:
-        """Return, for each cell, how many draft tokens the pass that generated the cell accepted.
-
-        The result is an int64 array `[images, cells]`, with -1 in cells without a token.
-        """
-        return self._fill_cells(lambda part: max(len(part.accepted_path) - 1, 0))
-
-    def render_image(self) -> Image.Image:
-        """Draw the grids of all images, at most eight in a row, and a legend of the colours below."""
-        cells = self.count_accepted_tokens_per_cell()
-        largest = max(int(cells.max(initial=0)), 1)
-        steps = np.linspace(0, len(_COLOURS) - 1, largest + 1)
-        shades = [np.interp(steps, range(len(_COLOURS)), channel) for channel in _COLOURS.T]
-        colours = np.array(
-            [*np.rint(np.stack(shades, 1)), _PAPER, _MISSING], np.uint8
-        )  # Index -1 is missing, -2 paper.
-        height = self.grid_rows + 1
-        width = self.grid_columns + 1
-        legend_row = 2 + height * -(-len(cells) // _GRIDS_PER_ROW)
-        legend = np.arange(largest + 1)
-        total_width = max(1 + width * min(len(cells), _GRIDS_PER_ROW), _MIN_WIDTH)
-        line, column = np.divmod(3 * legend, total_width // 3 * 3 - 3)
-        canvas = np.full((legend_row + line[-1] + 2, total_width), -2)
-        for i, values in enumerate(cells):
-            y = 1 + i // _GRIDS_PER_ROW * height
-            x = 1 + i % _GRIDS_PER_ROW * width
-            canvas[y : y + self.grid_rows, x : x + self.grid_columns] = values.reshape(
-                self.grid_rows, self.grid_columns
-            )
-        canvas[legend_row + line, 1 + column] = legend
-        pixels = colours[canvas].repeat(_CELL, 0).repeat(_CELL, 1)
-        pixels[::_CELL] = _PAPER  # Lines between cells.
-        pixels[:, ::_CELL] = _PAPER
-        image = Image.fromarray(pixels)
-        draw = ImageDraw.Draw(image)
-        font = ImageFont.load_default()
-        title = "draft tokens accepted by the pass that committed each cell"
-        draw.text((_CELL, (legend_row - 1) * _CELL), title, "black", font)
-        for value, y, x in zip(legend, legend_row + line, 2 + column, strict=True):
-            draw.text((x * _CELL + 4, y * _CELL + 2), f"{value}", "black", font)
-        return image
-
-    def _fill_cells(self, get_value: Callable[[TraceStep], Ints | int]) -> Ints:
-        """Return `[images, cells]` with the value (or values) of each step in the cells that it filled, else -1."""
+    def _collect_codes(self) -> Ints:
+        """Return the codes of each image, `[images, cells]`, -1 in cells without a code."""
         images = 1 + max((part.image_index for part in self.trace_steps), default=-1)
         cells = np.full((images, self.grid_rows * self.grid_columns), -1, np.int64)
         committed = [0] * images
         for part in self.trace_steps:
             start = committed[part.image_index]
             committed[part.image_index] += len(part.codes)
-            cells[part.image_index, start : committed[part.image_index]] = get_value(part)
+            cells[part.image_index, start : committed[part.image_index]] = part.codes
         return cells
 
 

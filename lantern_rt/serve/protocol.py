@@ -8,19 +8,20 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.responses import JSONResponse, Response
 
 from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import describe_validation_error
+from ..hints import suggest_name
+from ..inputs import UNKNOWN_FIELD, describe_validation_error
 from ..methods import METHODS_BY_PARAMETER, SAMPLING, Quality
 from ..output.formats import IMAGE_FORMATS, ImageFormat
 from ..requests import choose_random_seed
 from ..subjects.table import PARAMETER_NAMES, WORDS, list_subjects
-from ..text.words import ANY_WORDS
+from ..text.words import ANY_WORDS, ANY_WORDS_SERVED
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from ..results import Ints, StreamStep
 
 MAX_PARTIAL_IMAGES = 64
-# Presets for the values of OpenAI's field `quality`.
+# Presets for the values of OpenAI's field `quality`, which may also be the name of a preset.
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
+_PRESETS |= {name: name for name in get_args(Quality)}
+# Values of the field `quality` in responses, where they differ from the request's.
+_OPENAI_QUALITIES = {"hd": "high", "standard": "auto", "strict": "high", "balanced": "medium", "fast": "low"}
 
 Event = dict[str, Any]  # one event of a stream; `type` names its kind
 
@@ -61,7 +65,7 @@ class GenerationRequest(InputFields):
     n: Annotated[int, Field(ge=1, le=10)] | None = None
     size: str | None = None
     stream: bool | None = None
-    quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
+    quality: Literal["auto", "standard", "low", "medium", "high", "hd", "strict", "balanced", "fast"] | None = None
     user: str | None = None
     # Fields that lantern-rt adds.
     seed: int | None = None
@@ -214,7 +218,7 @@ class ImagesRequest(GenerationRequest):
         return {"b64_json": text}
 
     def make_response_fields(self, size: Size) -> dict[str, str]:
-        quality = {"hd": "high", "standard": "auto"}.get(self.quality or "auto", self.quality or "auto")
+        quality = _OPENAI_QUALITIES.get(self.quality or "auto", self.quality or "auto")
         return {"output_format": self.image_format.name, "quality": quality, "background": "opaque", "size": size.name}
 
 
@@ -266,6 +270,8 @@ def parse_json_body(model_class: type[M], body: bytes) -> M:
     except ValidationError as error:
         fields: dict[str, Any] = describe_validation_error(error)
         fields["field"] = fields["field"] or "body"
+        if fields.get("problem") == UNKNOWN_FIELD:
+            fields["remedy"] = suggest_name(fields["field"], model_class.model_fields)
         raise HttpError(400, **fields) from error
 
 
@@ -364,7 +370,9 @@ class HttpError(LanternError):
         if isinstance(error, RequestError):
             _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
             parts = error.remedy.split("; ")
-            remedy = "; ".join(part for part in parts if part == ANY_WORDS or "lantern-rt " not in part)
+            # Commands are for the operator, except one that serves the page with a model of any words.
+            parts = [ANY_WORDS_SERVED if part == ANY_WORDS else part for part in parts]
+            remedy = "; ".join(part for part in parts if part == ANY_WORDS_SERVED or "lantern-rt " not in part)
             converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             converted.param = "method" if field in METHODS_BY_PARAMETER else field
             converted.suggestions = error.suggestions

@@ -87,7 +87,7 @@ def prepare_edit(
         if not regenerated_cells.any():
             actual = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
             expected = "some transparent pixels or, if there are none, some white pixels"
-            raise RequestError(field="mask", found=actual, expected=expected)
+            raise RequestError(field="mask", found=actual, expected=expected, remedy="give a mask or keep_rows")
     return ImageEdit(np.array(crop_to_cover(original, (width, height))), regenerated_cells)
 
 

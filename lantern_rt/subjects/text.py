@@ -6,7 +6,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..bundle.conditions import ConditionSpec
 from ..errors import RequestError
 from ..inputs import format_value
 from ..runtime.engine import Ints
@@ -33,23 +32,25 @@ class Text(Subject):
 def make_text_prefix(prompt: Any, name: str, context: RequestContext, template: str | None = None) -> Prefix:
     """Check and tokenize a prompt. `name`: field of errors. `template`: None for the bundle's."""
     assert context.tokenizer is not None
-    tokenizer = context.tokenizer.fill(context.size.name, template)
+    layout = context.condition.layout
     before, after = context.template_tokens
     try:
-        text = _check_text(prompt, context.condition)
-        return make_token_prefix(context, tokenizer.encode(text, context.condition.prefix - len(before) - len(after)))
+        _check_text(prompt, context.condition.prefix)
+        text = prompt if layout is None else layout.fill(prompt, context.size.name, template)
+        ids = context.tokenizer.encode(text, context.condition.prefix - len(before) - len(after))
     except RequestError as error:
         error.field = name
-        error.suggestions = tuple(tokenizer.find_nearest_examples(str(prompt)[:_MIN_CHARACTERS]))
+        error.suggestions = tuple(context.tokenizer.find_nearest_examples(str(prompt)[:_MIN_CHARACTERS]))
         similar = f"similar valid prompts: {', '.join(map(repr, error.suggestions))}" if error.suggestions else ""
         error.remedy = "; ".join(filter(None, [error.remedy, similar]))
         raise
+    return make_token_prefix(context, ids)
 
 
-def _check_text(prompt: Any, condition: ConditionSpec) -> str:
+def _check_text(prompt: Any, max_tokens: int) -> None:
     if not isinstance(prompt, str):
         raise RequestError(found=format_value(prompt), expected="text or a list of texts")
-    max_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * condition.prefix)
+    max_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
     if len(prompt) > max_characters:
         raise RequestError(found=f"{len(prompt):,} characters", expected=f"at most {max_characters:,}")
     if not prompt.strip():
@@ -57,7 +58,6 @@ def _check_text(prompt: Any, condition: ConditionSpec) -> str:
     # Python decodes bytes of command-line arguments that are not UTF-8 to surrogates.
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise RequestError(found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
-    return prompt.strip() if condition.layout is not None and condition.layout.strip else prompt
 
 
 def make_token_prefix(context: RequestContext, ids: Ints) -> Prefix:

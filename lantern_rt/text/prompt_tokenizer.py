@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +20,6 @@ class PromptTokenizer(ABC):
     @abstractmethod
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
         """Return the token ids of a prompt, int64 `[n]`, 1 <= n <= `max_tokens`."""
-
-    def fill(self, size_name: str, template: str | None = None) -> Self:
-        """Return the tokenizer for an image size, with another template than the bundle's unless it is None."""
-        return self
 
     def find_nearest_examples(self, prompt: str) -> list[str]:
         """Return valid prompts that are similar to an invalid one."""

@@ -53,25 +53,16 @@ class CaptionTokenizer(PromptTokenizer):
 
 @dataclass(frozen=True)
 class TemplateTokenizer(PromptTokenizer):
-    """Tokenizer of prompts for conditions of kind `tokens`, which raises an error for long prompts.
-
-    Args:
-        template: text in which the prompt replaces `{prompt}`. `fill` replaces `{size}` by the image size.
-    """
+    """Tokenizer of prompts in a template, for conditions of kind `tokens`, which raises an error for long prompts."""
 
     hf_tokenizer: Tokenizer
-    template: str = "{prompt}"
-
-    def fill(self, size_name: str, template: str | None = None) -> TemplateTokenizer:
-        return replace(self, template=(template or self.template).replace("{size}", size_name))
 
     def has_id(self, token_id: int) -> bool:
         return self.hf_tokenizer.id_to_token(token_id) is not None
 
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
-        """Insert a prompt into the template, and return the token ids, int64 `[n]`, 1 <= n <= `max_tokens`."""
         with _convert_tokenizer_errors():
-            ids = self.hf_tokenizer.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
+            ids = self.hf_tokenizer.encode(prompt, add_special_tokens=False).ids
         if not ids:
             raise RequestError(field="prompt", found="no tokens", expected="a few words")
         if len(ids) > max_tokens:
@@ -125,7 +116,7 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     if condition.kind == "text":
         return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
     if condition.layout is not None:
-        return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
+        return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")))
     if condition.kind == "words":
         return replace(read_word_tokenizer(bundle.path("tokenizer")), example_prompts=tuple(bundle.example_prompts))
     return None

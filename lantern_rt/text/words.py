@@ -27,6 +27,7 @@ PAD = "<pad>"
 UNKNOWN = "<unk>"
 # Remedy in errors about unknown words: a published model that accepts any words, and the size of its download.
 ANY_WORDS = 'any words: `lantern-rt run janus-pro-1b "..."`, which downloads at most 4.2 GB'
+ANY_WORDS_SERVED = "any words: serve another model, as by `lantern-rt serve janus-pro-1b`"
 _WORD = re.compile(r"[^\W_]+")
 _FILE_LIMIT = 1 << 24  # Maximum size of a tokenizer file in bytes.
 _MAX_NAMED = 3  # Maximum number of unknown words in an error message.

@@ -138,7 +138,7 @@ def test_prompts_have_the_recorded_token_ids() -> None:
     model = read_model_with_small_sizes()
     condition = model.manifest_fields["condition"]
     sizes = model.manifest_fields["sizes"]
-    tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
+    tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]))
     cases = [case for case in PROTOCOL["prompt_cases"] if case["text"]]
     context = RequestContext(condition, tokenizer, sizes[0], uses_guidance=True)
     prompts = Text.read([case["text"] for case in cases], context)

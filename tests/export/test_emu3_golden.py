@@ -116,7 +116,8 @@ def test_prompts_of_recorded_runs_have_the_recorded_token_ids(
     tokenizer = tokenizers[layout]
     prompt_layout = make_emu3_prompt_layout(tokenizer, trace["negative"])
     size = make_emu3_image_size(tokenizer, *trace["grid"], 2)
-    text = TemplateTokenizer(tokenizer, prompt_layout.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
+    prompt = prompt_layout.fill(trace["text"].removesuffix(SUFFIX), size.name)
+    text = TemplateTokenizer(tokenizer).encode(prompt, 2048)
     assert [*prompt_layout.before, *text.tolist(), *prompt_layout.after, *size.tokens] == trace["prompt_ids"]
     assert prompt_layout.uncond is not None
     if trace["unconditional_ids"] is not None:

@@ -145,7 +145,7 @@ def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, a
     for roles in ("User,Assistant", "<|User|>,<|Assistant|>"):
         model = read_janus(folder, roles=roles)
         condition = model.manifest_fields["condition"]
-        tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
+        tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]))
         role_cases = [case for case in cases if ",".join(case["roles"]) == roles]
         captions = [case["caption"] for case in role_cases]
         context = RequestContext(condition, tokenizer, Size(name="64x64", rows=4, columns=4), uses_guidance=True)

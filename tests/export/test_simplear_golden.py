@@ -84,7 +84,7 @@ def test_prompts_of_all_kinds_have_the_published_token_ids(simplear_bundle: Path
     library = Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
     assert bundle_manifest.condition.layout == make_simplear_prompt_layout(library)
-    tokenizer = TemplateTokenizer(library, TEMPLATE)
+    tokenizer = TemplateTokenizer(library)
     context = RequestContext(bundle_manifest.condition, tokenizer, bundle_manifest.size(), uses_guidance=True)
     prefix = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:

@@ -18,7 +18,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0},
     {"cfg_scale": 4.0, "cfg_tokens": 25},
-    {"cfg_scale": 1.0, "temperature": 0.8, "top_k": 30, "top_p": 0.9},
+    {"cfg_scale": 1.0, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
     {"repetition_penalty": 1.3},
 ]
 

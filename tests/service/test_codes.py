@@ -170,7 +170,7 @@ INVALID_CHANGES = [
     (("image_data",), [], "image_data"),
     (("sampling_params", "max_new_tokens"), 254, "max_new_tokens"),
     (("sampling_params", "ignore_eos"), False, "sampling_params.ignore_eos"),
-    (("sampling_params", "min_p"), 0.1, "sampling_params.min_p"),
+    (("sampling_params", "frequency_penalty"), 0.1, "sampling_params.frequency_penalty"),
     (("sampling_params", "temperature"), -1.0, "sampling_params.temperature"),
     (("sampling_params", "sampling_seed"), -1, "sampling_params.sampling_seed"),
 ]

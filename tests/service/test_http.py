@@ -28,7 +28,7 @@ from lantern_rt.serve.images import ImagesEndpoint
 from lantern_rt.serve.log import RequestRecord
 from lantern_rt.serve.protocol import HttpError, ImagesRequest
 from lantern_rt.serve.state import BodyMemoryBudget, ServerLimits, ServerState
-from lantern_rt.text.words import ANY_WORDS
+from lantern_rt.text.words import ANY_WORDS_SERVED
 
 JSON = {"content-type": "application/json"}
 
@@ -255,8 +255,8 @@ def test_a_rejected_prompt_gets_suggestions_of_valid_prompts_and_no_shell_comman
     assert any("on sand" in prompt for prompt in suggestions)
     preset_message = tiny_server.post({"prompt": "red cube", "quality_budget": "fast"})[1]["error"]["message"]
     assert preset_message.startswith("quality_budget: bundle tiny has no preset fast")
-    assert ANY_WORDS in message
-    assert "lantern-rt" not in message.replace(ANY_WORDS, "") + preset_message
+    assert ANY_WORDS_SERVED in message
+    assert "lantern-rt" not in message.replace(ANY_WORDS_SERVED, "") + preset_message
 
 
 def test_a_class_conditional_model_requires_a_valid_class_id(multi_model_server: RunningServer) -> None:

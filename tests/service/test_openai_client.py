@@ -72,7 +72,9 @@ def test_each_quality_generates_the_image_of_the_matching_preset(
         response = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
         openai_quality = {"fast": "low", "balanced": "medium", "strict": "high"}[quality]
         openai_response = scenes_client.images.generate(prompt=PROMPT, quality=openai_quality, extra_body={"seed": 2})
-        assert openai_response.quality == openai_quality
+        named_response = scenes_client.images.generate(prompt=PROMPT, quality=quality, extra_body={"seed": 2})
+        assert openai_response.quality == named_response.quality == openai_quality
+        assert named_response.data[0].b64_json == response.data[0].b64_json
         assert (
             decode_pixels(decode_file(openai_response.data[0])).tobytes()
             == decode_pixels(decode_file(response.data[0])).tobytes()
@@ -159,6 +161,7 @@ def test_invalid_requests_raise_the_exceptions_of_the_openai_client(tiny_client:
         ({"prompt": "red cube", "background": "transparent"}, "background"),
         ({"prompt": "red cube", "style": "natural"}, "style"),
         ({"prompt": "red cube", "extra_body": {"strength": 3}}, "strength"),
+        ({"prompt": "red cube", "extra_body": {"guidance_scale": 3}}, "guidance_scale"),
         ({"prompt": "red cube", "extra_body": {"method": "magic"}}, "method"),
         ({"prompt": "red cube", "extra_body": {"method": "sjd:window=x"}}, "method"),
         ({"prompt": "red cube", "extra_body": {"method": "ar:window=3"}}, "method"),
@@ -181,6 +184,7 @@ def test_invalid_requests_raise_the_exceptions_of_the_openai_client(tiny_client:
             generate(**fields)
         assert caught.value.param == parameter, fields
         assert caught.value.type == "invalid_request_error"
+        assert ("guidance_scale" not in parameter) or "use cfg_scale" in str(caught.value)
     with pytest.raises(openai.NotFoundError) as not_found:
         generate(prompt="red cube", model="gpt-image-1")
     assert not_found.value.code == "model_not_found"

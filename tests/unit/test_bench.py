@@ -37,6 +37,7 @@ def test_bench_reports_consistent_figures_for_each_method(
     assert list_default_methods(open_bundle(bundle_without_drafter).manifest) == ["ar", "sjd", "rows"]
     (tmp_path / "prompts.txt").write_text("red sphere\ngreen cube on sand\n")
     options = ["--prompts", str(tmp_path / "prompts.txt"), "--threads", "1", "--count", "3", "--json"]
+    options += ["--seed", "5", "--top-k", "7"]
     assert run_program(["bench", str(bundle), *options]) == 0
     report = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in report["rows"]}
@@ -58,6 +59,7 @@ def test_bench_reports_consistent_figures_for_each_method(
     assert rows["sjd"]["tvd_per_token"] == 0 < rows["lantern++"]["tvd_per_token"]
     assert rows["sjd"]["share"]["drafter"] == 0 < rows["eagle:tree=chain-3"]["share"]["drafter"]
     assert rows["rows"]["tvd_per_token"] is None  # unknown
+    assert {row["settings"]["top_k"] for row in rows.values()} == {7}
     assert rows["strict"]["settings"] == rows["sjd"]["settings"] | {"window": 7}
 
 

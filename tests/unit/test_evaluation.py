@@ -243,7 +243,7 @@ def test_an_interrupted_evaluation_leaves_no_output_folder(
         (["--prompts", "none.txt"], "none.txt: cannot be read"),
         (["--prompts", "long.txt"], "long.txt:5: found unknown word 'beneath'"),
         (["--output", "/dev/null/where"], "where: cannot be written (Not a directory)"),
-        (["--write-presets", "--temperature", "0"], "temperature: presets need the bundle's temperature"),
+        (["--write-presets", "--temperature", "0"], "temperature: presets need the bundle's sampling settings"),
     ],
 )
 def test_eval_rejects_invalid_input_with_one_line(

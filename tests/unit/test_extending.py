@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from lantern_rt import Pipeline, RequestError, register_method
 from lantern_rt.cli.app import app
 from lantern_rt.completion import list_supported_methods
 from lantern_rt.methods import METHODS, METHODS_BY_PARAMETER, SAMPLING, Autoregressive, MethodConfig, Sampling
-from lantern_rt.options import GenerationOptions
+from lantern_rt.options import GenerationOptions, Options
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.drafters import DRAFTERS
 
@@ -267,6 +268,15 @@ def test_options_have_the_types_of_the_sampling_settings() -> None:
     declared = {name: field.annotation | None for name, field in SAMPLING.items()}  # type: ignore[operator]
     written = {name: hint.__forward_arg__ for name, hint in GenerationOptions.__annotations__.items()}
     assert {name: eval(written[name], names) for name in SAMPLING} == declared
+
+
+def test_editors_and_notebooks_complete_the_options_of_a_call() -> None:
+    for function, options in (
+        (Pipeline.__call__, Options),
+        (Pipeline.stream, Options),
+        (Pipeline.edit, GenerationOptions),
+    ):
+        assert options.__annotations__.keys() <= inspect.signature(function).parameters.keys()
 
 
 def test_command_line_and_http_accept_every_sampling_setting() -> None:

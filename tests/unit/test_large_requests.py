@@ -98,7 +98,7 @@ def test_a_stream_of_many_images_yields_all_tokens(
         }
         assert step.image(4).size == step.image(0).size
         trace.add_step(step)
-    assert trace.count_accepted_tokens_per_cell().shape == (5, 36)
+    assert len({part.image_index for part in trace.trace_steps}) == 5
     assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
 
 

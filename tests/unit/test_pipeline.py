@@ -54,6 +54,21 @@ def test_results_and_steps_print_as_one_line(pipe: Pipeline) -> None:
     assert max(map(len, map(repr, (result, result.stats, result.settings, last)))) < 500
 
 
+def test_a_notebook_shows_the_images_of_a_result(pipe: Pipeline) -> None:
+    result = pipe(PROMPTS)
+    assert result._repr_html_().count('<img src="data:image/png;base64,') == 3
+    assert repr(pipe) == "<Pipeline: tiny, 24x24, onnxruntime-cpu, threads: 1>"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("to", "provider"), ("save_pretrained", "copy the folder"), ("strem", "did you mean stream"), ("x", "'x'$")],
+)
+def test_a_missing_attribute_says_what_has_its_place(pipe: Pipeline, name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=hint):
+        getattr(pipe, name)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_images_are_the_same_alone_and_in_a_batch(pipe: Pipeline, method: str) -> None:
     batch_result = pipe(PROMPTS, seed=3, num_images=2, method=method)

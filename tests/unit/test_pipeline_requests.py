@@ -216,7 +216,7 @@ def test_embeddings_of_wrong_shape_or_values_are_rejected(embeddings_checker: Re
         (
             {"method": f"lantern:neighbors={NUM_NEIGHBORS + 1}"},
             f"neighbors: found {NUM_NEIGHBORS + 1}, expected a whole number 1 .. {NUM_NEIGHBORS}; "
-            f"correct method 'lantern:neighbors={NUM_NEIGHBORS + 1}'",
+            f"the bundle's table has {NUM_NEIGHBORS} neighbours of each code",
         ),
         (
             {"method": "sjd:window=300"},
@@ -299,10 +299,17 @@ def test_a_request_may_describe_the_shape_of_the_draft_tree(words_checker: Reque
 
 
 def test_an_unknown_keyword_argument_suggests_another(words_checker: RequestChecker) -> None:
-    with pytest.raises(TypeError, match="'qualty'; did you mean 'quality'"):
+    with pytest.raises(TypeError, match="'qualty'; did you mean quality"):
         words_checker("red cube", qualty="fast")
-    with pytest.raises(TypeError, match="'prompt'; did you mean 'prompts'"):
-        words_checker(prompt="red cube")
+    with pytest.raises(TypeError, match="'generator'; use seed"):
+        words_checker("red cube", generator=3)
+
+
+def test_the_parameter_prompt_is_the_same_as_prompts(words_checker: RequestChecker) -> None:
+    images, same = (words_checker(**{name: ["red", "green"]}).images for name in ("prompt", "prompts"))
+    assert [image.subject.label for image in images] == [image.subject.label for image in same] == ["red", "green"]
+    with pytest.raises(RequestError, match="prompt: given together with prompts; give one of them"):
+        words_checker("red", prompt="red")
 
 
 def test_omitted_options_have_the_defaults_of_the_bundle(words_checker: RequestChecker) -> None:

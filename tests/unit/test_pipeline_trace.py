@@ -82,24 +82,6 @@ def test_the_trace_marks_tokens_accepted_by_relaxation(pipe: Pipeline, method: s
     assert (np.isnan(p) == np.isnan(q)).all() or method == "eagle"
 
 
-def test_a_trace_images_colours_show_accepted_tokens(pipe: Pipeline) -> None:
-    trace, last_step = record_trace(pipe, "eagle")
-    assert last_step.stats is not None
-    cells = trace.count_accepted_tokens_per_cell()
-    assert cells.shape == (2, 36)
-    assert (cells[:, 0] == 0).all()  # the prefill samples the first token and accepts no draft tokens
-    assert cells.max() == len(last_step.stats.accepted_lengths) - 1
-    image = trace.render_image()
-    # The image has a margin and cells of 16 pixels: read the centre of each cell.
-    grid = [[image.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
-    colours = {
-        value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value}
-        for value in set(cells[0].tolist())
-    }
-    assert all(len(colours_of_value) == 1 for colours_of_value in colours.values())
-    assert len(set.union(*colours.values())) == len(colours)
-
-
 def test_a_cancelled_images_trace_has_code_minus_1(pipe: Pipeline) -> None:
     trace, last_step = record_trace(pipe, "lantern", steps=4)
     codes = read_trace_file(trace)["codes"]
@@ -107,4 +89,3 @@ def test_a_cancelled_images_trace_has_code_minus_1(pipe: Pipeline) -> None:
         known = len(last_step.codes[i])
         assert (codes[i, :known] == last_step.codes[i]).all()
         assert (codes[i, known:] == -1).all()
-    assert trace.render_image().size == Trace(6, 6, trace.trace_steps).render_image().size

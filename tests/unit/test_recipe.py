@@ -97,7 +97,7 @@ def test_run_from_accepts_output_scale_trace_and_force(program: Any, words_bundl
     command = (words_bundle, "--from", "a.png", "--output", "a.png", "--trace", "a.npz", "--scale", 3)
     assert program("run", *command)[0] == 2
     assert program("run", *command, "--force")[0] == 0
-    assert sorted(path.name for path in Path().iterdir()) == ["a.npz", "a.png", "a.trace.png"]
+    assert sorted(path.name for path in Path().iterdir()) == ["a.npz", "a.png"]
     with Image.open("a.png") as image:
         assert image.size == (72, 72)
     assert read_recipe(Path("a.png")).settings == SETTINGS

@@ -84,6 +84,12 @@ def test_the_unconditional_row_may_be_filled_with_a_token(manifest: Manifest) ->
     assert request.prefix.cond.inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
 
 
+def test_a_template_contains_the_prompt_and_the_size() -> None:
+    layout = TokenLayout(template="{size}: {prompt}", after=(9,), uncond=(0,))
+    assert layout.fill(" a {size} ", "8x8") == "8x8:  a {size} "
+    assert layout.model_copy(update={"strip": True}).fill(" a ", "8x8", "no {prompt}") == "no a"
+
+
 def test_a_negative_prompt_is_the_unconditional_row(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, ANOLE, [50, 51], negative_prompt="red")
     assert request.prefix.uncond.tokens is not None

@@ -65,5 +65,5 @@ export function compared(one, two) {
     `Different images${relaxed ? ": relaxed acceptance may change them" : ""}.`;
   if (factor === null) return `The same method twice: ${[...new Set([one.label, two.label])].join(" and ")}. ${alike}`;
   if (factor < ALIKE) return `${one.label} was about as fast as ${two.label}. ${alike}`;
-  return `${fast.label} was ${factor.toFixed(2)} times as fast as ${slow.label}. ${alike}`;
+  return `${fast.label} was about ${factor.toFixed(1)} times as fast as ${slow.label}. ${alike}`;
 }
