@@ -99,15 +99,15 @@ def check_pass_input(batch: PassInput, cache: BaseKVCache, spec: DecoderSizes) -
         ValueError: the mask covers too few or too many columns, an input that the decoder reads is missing, or a target
             gets both tokens and embeddings.
     """
+    past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
+    expected = cache.past_length()
+    if not expected <= past <= cache.num_columns:
+        raise ValueError(f"the pass reads {past} columns of the cache, expected {expected} .. {cache.num_columns}")
     if spec.role == "drafter":
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
     elif (batch.tokens is None) == (batch.embeds is None):
         raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
-    past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
-    expected = cache.past_length()
-    if not expected <= past <= cache.num_columns:
-        raise ValueError(f"the pass reads {past} columns of the cache, expected {expected} .. {cache.num_columns}")
     return past
 
 
