@@ -12,8 +12,8 @@ from ..errors import RequestError
 from ..inputs import check_int, convert_read_errors, read_regular_file, split_lines
 from ..subjects.base import RequestContext, Subject
 from ..subjects.embeddings import Embedding, read_embeddings
+from ..subjects.prompts import Text
 from ..subjects.table import find_subject_kind
-from ..subjects.text import Text
 from ..text.tokenizers import load_bundle_tokenizer
 
 MAX_PROMPTS = 100_000

@@ -173,46 +173,23 @@ class Subject(ABC):
         return str(self.label)
 
 
-class Part(ABC):
+class Part:
     """What takes part in a request beside the subject. All images of a request share the object.
 
-    A method that a kind does not implement changes nothing.
-    """
-
-    preserved_codes: Ints | None = None  # codes of cells that are not generated, -1 in other cells, int64 `[cells]`
-
-    def change_prefix(self, prefix: Prefix) -> Prefix:
-        return prefix
-
-    def encode(self, encoder: Callable[[Floats], Ints]) -> None:  # noqa: B027
-        """Compute codes of an image; a second call has no effect.
-
-        Args:
-            encoder: converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to codes, int64 `[1, cells]`.
-        """
-
-    def finish_image(self, image: Image) -> Image:
-        """Change the pixels of a generated image."""
-        return image
-
-    @property
-    @abstractmethod
-    def record(self) -> Mapping[str, str]:
-        """Chunks of the recipe, by name."""
-
-
-class PartInput(ABC):
-    """Values of a part in a request, of which only what is quick is checked yet.
-
-    A method that a kind does not implement changes nothing.
+    `read` makes it and `finish` completes it. A method that a kind does not implement changes nothing.
     """
 
     words: ClassVar[tuple[Words, ...]]
+    preserved_codes: Ints | None = None  # codes of cells that are not generated, -1 in other cells, int64 `[cells]`
 
     @classmethod
-    @abstractmethod
     def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self:
-        """Read the part from the parameters of a request, of which at least one is in `words`."""
+        """Read the part from the parameters of a request, of which at least one is in `words`, with quick checks.
+
+        The default gives the constructor the value, or None, of each parameter in `words`.
+        """
+        make: Callable[..., Self] = cls
+        return make(*(inputs.get(words.parameter) for words in cls.words))
 
     def default_options(self) -> Mapping[str, Any]:
         """Return options that hold unless the request names them."""
@@ -226,9 +203,28 @@ class PartInput(ABC):
         """Change what the subject is checked against."""
         return context
 
-    @abstractmethod
     def finish(self, context: RequestContext) -> Part:
-        """Check the rest, which may take long."""
+        """Check the rest, which may take long. The methods below belong to the result."""
+        return self
+
+    def change_prefix(self, prefix: Prefix) -> Prefix:
+        return prefix
+
+    def encode(self, encoder: Callable[[Floats], Ints]) -> None:
+        """Compute codes of an image; a second call has no effect.
+
+        Args:
+            encoder: converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to codes, int64 `[1, cells]`.
+        """
+
+    def finish_image(self, image: Image) -> Image:
+        """Change the pixels of a generated image."""
+        return image
+
+    @property
+    def record(self) -> Mapping[str, str]:
+        """Chunks of the recipe, by name."""
+        return {}
 
 
 @dataclass(frozen=True)

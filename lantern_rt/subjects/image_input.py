@@ -14,7 +14,7 @@ from PIL import Image
 from ..bundle.manifest import Manifest, Size
 from ..errors import RequestError
 from ..options import ImageSource
-from .base import Option, Part, PartInput, RequestContext, Words
+from .base import Option, Part, RequestContext, Words
 from .edited_image import prepare_edit
 from .image_files import read_image, read_image_size
 from .source_image import prepare_source_image
@@ -32,7 +32,7 @@ def _reject_record(text: str) -> NoReturn:
 
 
 @dataclass
-class ImageInput(PartInput):
+class ImageInput(Part):
     """Image of which only the header is read yet. `mask` and `keep_rows` are as in `Options`."""
 
     option = Option("image", Path, "IMAGE", "Source image, for models that take one.")

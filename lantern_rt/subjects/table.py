@@ -9,18 +9,16 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import RequestError
-from .base import PartInput, Subject, Words
-from .class_ids import ClassId
+from .base import Part, Subject, Words
 from .embeddings import Embedding
 from .image_input import ImageInput
-from .negative_prompt import NegativePromptInput
-from .text import Text
-from .token_ids import TokenIds
+from .negative_prompt import NegativePrompt
+from .prompts import ClassId, Text, TokenIds
 
 # The first kind that a condition takes is the one that errors ask for.
 SUBJECTS: tuple[type[Subject], ...] = (Text, ClassId, TokenIds, Embedding)
 # A part may read what the parts before it changed.
-PARTS: tuple[type[PartInput], ...] = (NegativePromptInput, ImageInput)
+PARTS: tuple[type[Part], ...] = (NegativePrompt, ImageInput)
 _ALL_WORDS = [kind.words for kind in SUBJECTS] + [words for kind in PARTS for words in kind.words]
 WORDS: dict[str, Words] = {words.parameter: words for words in _ALL_WORDS}
 # Parameters of a pipeline call and of a server: parameter -> (command-line option, HTTP field).
