@@ -133,13 +133,8 @@ def _find_preset_method(manifest: Manifest, quality: str) -> MethodConfig:
 def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options: Mapping[str, Any]) -> Request:
     """Check a request against a bundle, without loading a graph.
 
-    Args:
-        tokenizer: tokenizer of the bundle; None: the bundle takes no prompts.
-        options: `prompts` and the options of `Options`; None counts as missing.
-
-    Raises:
-        RequestError: an option is invalid. The error names the option and, if there are several prompts, the prompt.
-        TypeError: an option does not exist.
+    `options` are `prompts` and those of `Options`, of which None counts as missing. An error of an option that does not
+    exist is a TypeError; the RequestError of any other names the option and, among several prompts, the prompt.
     """
     settings_options = {name: value for name, value in options.items() if value is not None}
     if "prompt" in settings_options:
@@ -179,8 +174,7 @@ def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options
 def check_options(num_prompts: int, options: Mapping[str, Any]) -> tuple[int, MethodConfig | None]:
     """Check options of a request as far as possible without a bundle, for example before a download.
 
-    Returns:
-        The number of images; and the method, None if the options name no method.
+    Returns the number of images, and the method if the options name one.
     """
     _check_quality_option(options)
     validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})

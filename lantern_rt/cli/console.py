@@ -30,12 +30,7 @@ def print_stderr(line: str) -> None:
 
 
 def print_text(*parts: object) -> None:
-    """Print values to stdout, each on a new line.
-
-    Raises:
-        OutputError: stdout cannot be written.
-        BrokenPipeError: the reader of stdout is gone.
-    """
+    """Print values to stdout, each on a new line; BrokenPipeError if its reader is gone."""
     try:
         print(*(escape_unprintable(str(part)) for part in parts), sep="\n", flush=True)
     except BrokenPipeError:
@@ -57,11 +52,9 @@ def print_sections(sections: Facts) -> None:
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print a table.
+    """Print rows of values, of which None becomes `-`.
 
-    Args:
-        columns: format string of each column, such as `{speed_up:.2f}`, by the heading of the column.
-        rows: values for the format strings, by name; None is printed as `-`.
+    `columns` are format strings of the values, such as `{speed_up:.2f}`, by heading.
     """
     cells = [[_format_cell(template, row) for template in columns.values()] for row in rows]
     print_text(format_text_table([list(columns), *cells]))
@@ -102,8 +95,7 @@ def print_warnings() -> Iterator[None]:
 def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
     """Show the progress of tasks on stderr: bars in a terminal, else a line every five seconds.
 
-    Args:
-        announce_tasks: whether a line is also printed when a task begins, unless stderr is a terminal.
+    With `announce_tasks`, there is also a line when a task begins, unless stderr is a terminal.
     """
     if sys.stderr.isatty():
         with show_progress_bars() as progress:

@@ -28,6 +28,7 @@ SUBJECTS = "What to generate"
 OUTPUT = "Output"
 METHOD = "Method"
 ENGINE = "Engine"
+_METHOD_METAVAR = "NAME[:PARAMETER=VALUE]..."
 
 BundleArgument = Annotated[
     str,
@@ -45,7 +46,7 @@ MethodsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
-        metavar="NAME[:PARAMETER=VALUE]...",
+        metavar=_METHOD_METAVAR,
         help="Decoding method, such as sjd:window=5; may be given several times.",
         rich_help_panel=METHOD,
     ),
@@ -55,23 +56,6 @@ QualitiesOption = Annotated[
     typer.Option(
         "--quality",
         help="Preset of the bundle: strict, balanced or fast; may be given several times.",
-        rich_help_panel=METHOD,
-    ),
-]
-QualityOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quality",
-        help="Preset of the bundle: strict (exact), balanced or fast. [default: strict]",
-        rich_help_panel=METHOD,
-    ),
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        "--method",
-        metavar="NAME[:PARAMETER=VALUE]...",
-        help=f"Decoding method instead of a quality, such as sjd:window=5: {', '.join(METHODS)}.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -107,52 +91,39 @@ FirstSeedOption = Annotated[
 ]
 
 
-def make_sampling_option(name: str) -> Any:
-    field = SAMPLING[name]
-    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
-    text = f"{field.description} [default: the bundle's]"
-    return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
-
-
-def _get_sampling_option_type(name: str) -> Any:
-    annotation = SAMPLING[name].annotation
-    return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
+def _make_option(
+    value_type: Any, help_text: str, *names: str, metavar: str | None = None, section: str = SUBJECTS
+) -> Any:
+    return Annotated[value_type | None, typer.Option(*names, metavar=metavar, help=help_text, rich_help_panel=section)]
 
 
 def _make_input_option(option: Option) -> Any:
-    name = f"--{option.name.replace('_', '-')}"
-    return Annotated[
-        option.type | None, typer.Option(name, metavar=option.metavar, help=option.help, rich_help_panel=SUBJECTS)
-    ]
+    return _make_option(option.type, option.help, f"--{option.name.replace('_', '-')}", metavar=option.metavar)
+
+
+def _make_sampling_option(name: str) -> Any:
+    field = SAMPLING[name]
+    value_type = next((kind for kind in (int, float) if field.annotation in (kind, kind | None)), str)
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
+    help_text = f"{field.description} [default: the bundle's]"
+    return _make_option(value_type, help_text, f"--{name.replace('_', '-')}", metavar=metavar, section="Sampling")
 
 
 EDIT_INPUTS = ("mask", "keep_rows")  # parameters of a pipeline call that only `edit` takes
+_SEED_HELP = "Random seed; image i of a prompt has seed + i. [default: random, and printed]"
+_COUNT_HELP = "Number of images per prompt; at most 1,024 in all. [default: 1]"
+_SIZE_HELP = "Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]"
+_QUALITY_HELP = "Preset of the bundle: strict (exact), balanced or fast. [default: strict]"
+_METHOD_HELP = f"Decoding method instead of a quality, such as sjd:window=5: {', '.join(METHODS)}."
 # Options of commands that are also parameters of a pipeline call, by name of the parameter.
 REQUEST_OPTIONS: dict[str, Any] = {
     **{words.parameter: _make_input_option(words.option) for words in WORDS.values()},
-    "seed": Annotated[
-        int | None,
-        typer.Option(
-            help="Random seed; image i of a prompt has seed + i. [default: random, and printed]",
-            rich_help_panel=SUBJECTS,
-        ),
-    ],
-    "num_images": Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--count",
-            help="Number of images per prompt; at most 1,024 in all. [default: 1]",
-            rich_help_panel=SUBJECTS,
-        ),
-    ],
-    "size": Annotated[
-        str | None,
-        typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
-    ],
-    "quality": QualityOption,
-    "method": MethodOption,
-    **{name: Annotated[_get_sampling_option_type(name) | None, make_sampling_option(name)] for name in SAMPLING},
+    "seed": _make_option(int, _SEED_HELP),
+    "num_images": _make_option(int, _COUNT_HELP, "-n", "--count"),
+    "size": _make_option(str, _SIZE_HELP),
+    "quality": _make_option(str, _QUALITY_HELP, section=METHOD),
+    "method": _make_option(str, _METHOD_HELP, metavar=_METHOD_METAVAR, section=METHOD),
+    **{name: _make_sampling_option(name) for name in SAMPLING},
 }
 
 
@@ -180,12 +151,7 @@ def add_request_options(before: str, names: Iterable[str]) -> Callable[[Callable
 def split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
     """Split arguments such as `scenes "a red cube"` into the bundle, if there is one, and the prompts.
 
-    Args:
-        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name of a
-            bundle, even if the bundle does not exist.
-
-    Raises:
-        RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
+    If an option such as --class-id selects the images, a single word names a bundle, even one that does not exist.
     """
     from ..model_names import find_model_name
 
@@ -204,13 +170,7 @@ def split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str |
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options that choose how graphs are run.
-
-    Args:
-        threads: number of threads; None: one per core.
-        engines: folder of TensorRT engines that replace graphs; None: run the graphs of the bundle.
-        provider: values of `--provider`, each an execution provider or `GRAPH=PROVIDER`; None: `auto`.
-    """
+    """Options that choose how graphs are run. `provider`: values of `--provider`."""
 
     threads: int | None = None
     engines: Path | None = None
@@ -250,14 +210,10 @@ class EngineOptions:
     def load_pipeline(
         self, bundle: Bundle, settings: GenerationSettings | None = None, max_prompt_tokens: int | None = None
     ) -> Pipeline:
-        """Load the graphs of a bundle, or the TensorRT engines that replace them.
+        """Load the graphs of a bundle, or the engines that replace them.
 
-        Args:
-            settings: settings for which memory is estimated; None: the settings that need the most memory.
-            max_prompt_tokens: number of tokens of the longest prompt, if known.
-
-        Raises:
-            RequestError: there is too little memory. This is only checked if ONNX Runtime runs on the CPU.
+        If ONNX Runtime runs on the CPU, the memory is checked before: for `settings`, by default those that need the
+        most, and for the longest prompt, if known.
         """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores

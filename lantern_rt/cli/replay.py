@@ -35,9 +35,8 @@ def read_recorded_request(
 ) -> tuple[Bundle, Request]:
     """Return the bundle and the request that generate the image of a PNG again.
 
-    Args:
-        options: other request options of the user. They must be empty, because the PNG records their values.
-        bundle_name: folder or name of the bundle; None: the embedded or cached bundle that the PNG names.
+    `options` of the user must be empty, as the PNG records their values. Without a name, the bundle is the embedded or
+    cached one that the PNG names.
     """
     recipe = read_replay_recipe(png_path, options)
     place: str | Path | None = bundle_name
@@ -75,9 +74,7 @@ def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> 
 def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) -> GenerationSettings:
     """Return the settings of a recipe.
 
-    Raises:
-        BundleError: the PNG records a different bundle.
-        RequestError: the bundle rejects the settings, or resolves them to other values than were recorded.
+    BundleError is raised if it is of another bundle, and RequestError if the bundle resolves it to other values.
     """
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
@@ -106,12 +103,7 @@ def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) ->
 
 
 def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
-    """Return whether a file is a PNG that records the image of a request, enlarged `scale` times.
-
-    Args:
-        path: path of a file, which need not exist.
-        request: request of a single image.
-    """
+    """Return whether a file exists, and is a PNG that records the only image of a request, enlarged `scale` times."""
     try:
         recipe = read_recipe(path)
         recorded = restore_recorded_settings(path, recipe, bundle)

@@ -245,12 +245,7 @@ def _generate_images(
 ) -> StreamStep:
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
 
-    Args:
-        planned_files: path of each image, and whether the file already contains the image and stays as it is.
-        trace_path: file of the trace; None: no trace.
-
-    Returns:
-        The last decoding step, which has the codes of all images and the statistics.
+    A planned file that already contains its image stays as it is. The result is the last step, which has all codes.
     """
     from ..output.trace import Trace
     from ..results import finish_image

@@ -219,8 +219,7 @@ def _parse_size_mappings(
 ) -> dict[str, str]:
     """Return the size of the images by the size in a request, from options such as `1024x1024=256x256`.
 
-    Args:
-        missing_models: names of published models that are not in the cache. Their sizes come from the table of models.
+    The sizes of models that are not in the cache come from the table of models.
     """
     from ..published import find_published_model
 
@@ -240,10 +239,9 @@ def _parse_size_mappings(
 
 
 def _open_available_bundles(bundle_names: Sequence[str], engine_options: EngineOptions) -> dict[str, Bundle | None]:
-    """Open bundles that are on this host, and check that the names of all models differ.
+    """Open the bundles that are on this host, by the names of their models, which must differ.
 
-    Returns:
-        The bundle of each model, by the name of the model; None for a published model that is not in the cache.
+    A published model that is not in the cache has None.
     """
     from ..published import is_missing_from_cache
 

@@ -58,22 +58,15 @@ def parse_methods(
 
 @dataclass(frozen=True)
 class MethodRun:
-    """Result of one pipeline call with one method.
-
-    Args:
-        codes: codes of each image, `[cells]`.
-        images: empty if the bundle has no image decoder.
-        seconds: duration of the call, including the decoding of images.
-        likelihoods: likelihood of each image's codes; empty before `add_likelihoods`.
-    """
+    """Result of one pipeline call with one method."""
 
     method: ComparedMethod
     settings: GenerationSettings
-    codes: list[Ints]
-    images: list[Image]
+    codes: list[Ints]  # [cells] of each image
+    images: list[Image]  # empty if the bundle has no image decoder
     statistics: Statistics
-    seconds: float
-    likelihoods: list[Likelihood] = field(default_factory=list)
+    seconds: float  # of the call, with the decoding of images
+    likelihoods: list[Likelihood] = field(default_factory=list)  # of each image; empty before `add_likelihoods`
 
     @property
     def tvd_per_token(self) -> float:

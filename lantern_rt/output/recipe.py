@@ -67,8 +67,7 @@ class Recipe(_InputChunks, strict=True):
     def restore_inputs(self) -> dict[str, Any]:
         """Return the parameters of a pipeline call that the recipe records, besides the settings and the seed.
 
-        Raises:
-            RequestError: the recipe records only a hash of a parameter.
+        If it records only a hash of a parameter, RequestError is raised.
         """
         recorded = [(words, getattr(self, words.chunk)) for words in WORDS.values() if words.chunk]
         return {words.parameter: words.restore(value) for words, value in recorded if value is not None}
@@ -76,7 +75,7 @@ class Recipe(_InputChunks, strict=True):
 
 def read_recipe(path: Path) -> Recipe:
     """Read the recipe in a PNG file; RequestError if there is none, or the file is too large."""
-    texts = {name: text for name, text in _read_text_chunks(path).items() if name in Recipe.model_fields}
+    texts = _read_text_chunks(path)
     for name, text in texts.items():
         if len(text) > TEXT_LIMIT:
             actual = f"{len(text):,} characters"
@@ -102,7 +101,7 @@ def _read_text_chunks(path: Path) -> dict[str, str]:
     if image.width * image.height > PIXELS_LIMIT:
         actual = f"{image.width:,} x {image.height:,} pixels"
         raise RequestError(field=str(path), found=actual, expected=f"at most {PIXELS_LIMIT:,}", remedy=REMEDY)
-    return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
+    return {str(name): text for name, text in image.info.items() if name in Recipe.model_fields}
 
 
 def _strip_pixel_chunks(file: BinaryIO) -> bytes:

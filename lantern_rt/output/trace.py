@@ -42,17 +42,7 @@ _EMPTY = np.zeros(0, np.int64)
 
 
 class TraceStep(NamedTuple):
-    """Effect of one decoding step on one image. Tree and path are empty if the step had no draft.
-
-    Args:
-        codes: tokens that the step added to the image.
-        tree_tokens: token of each node of the draft tree.
-        tree_parents: parent of each node; -1 for the root.
-        accepted_path: accepted nodes, starting with the root.
-        relaxed_flags: for each accepted node, whether exact acceptance would have rejected it.
-        target_probs: the target's probability of each accepted node's token.
-        draft_probs: the drafter's probability of each accepted node's token.
-    """
+    """Effect of one decoding step on one image. Tree and path are empty if the step had no draft."""
 
     step_index: int
     image_index: int

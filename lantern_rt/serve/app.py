@@ -56,12 +56,10 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     allowed_hosts: Collection[str] = (),
 ) -> Starlette:
-    """Create the application.
+    """Create the application. `lifespan` creates the backends at the start and closes them at the end.
 
-    Args:
-        lifespan: context manager that creates the backends at the start and closes them at the end.
-        allowed_origins: sites whose pages may send requests (CORS), such as `https://ui.example`.
-        allowed_hosts: names of the server that the header `Host` may have, beside IP addresses; empty: all names.
+    Pages of `allowed_origins`, such as `https://ui.example`, may send requests (CORS). Beside IP addresses, the header
+    `Host` may have the names `allowed_hosts`, by default all.
     """
     allowed_origins = [normalize_origin(origin) for origin in allowed_origins]
     info = _InfoEndpoints(state)

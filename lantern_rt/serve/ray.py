@@ -61,11 +61,7 @@ class DeploymentSettings(BaseModel):
 
 
 def app(settings: DeploymentSettings) -> serve.Application:
-    """Create the application for `serve run lantern_rt.serve.ray:app` and configuration files.
-
-    Raises:
-        RequestError: there are no bundles, their names are not unique, or the number of model names is wrong.
-    """
+    """Create the application for `serve run lantern_rt.serve.ray:app` and configuration files."""
     bundles = {settings.bundles: {}} if isinstance(settings.bundles, str) else settings.bundles
     names = [Path(bundle).name for bundle in bundles]
     if not names or len({*names, "ingress"}) <= len(names):

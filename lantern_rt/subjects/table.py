@@ -36,11 +36,9 @@ def find_subject_kind(condition_kind: str) -> type[Subject]:
 
 
 def choose_subject_kind(inputs: Mapping[str, Any], condition_kind: str, owner: str) -> type[Subject]:
-    """Return the kind of the only subject among the parameters of a request, or raise RequestError.
+    """Return the kind of the only subject in a request, which a condition must take, or raise RequestError.
 
-    Args:
-        condition_kind: kind of the bundle's condition, which must take the subject.
-        owner: what has the condition, for errors.
+    The error names the `owner` of the condition.
     """
     accepted = find_subject_kind(condition_kind)
     present = list_subjects(inputs)
