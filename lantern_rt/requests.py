@@ -15,11 +15,7 @@ from .hints import suggest_name
 from .inputs import check_int, convert_numpy_value, convert_to_list, format_value
 from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Options
-from .subjects.base import (
-    ImageRequest,
-    RequestContext,
-    make_missing_guidance_error,
-)
+from .subjects.base import ImageRequest, RequestContext, make_missing_guidance_error
 from .subjects.table import PARTS, WORDS, choose_subject_kind, list_subjects, restore_subject
 from .text.prompt_tokenizer import PromptTokenizer
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from ..subjects.table import WORDS
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
+    from ..engines.engine_folder import EngineFolder
     from ..pipeline import Pipeline
     from ..requests import GenerationSettings
 
@@ -37,7 +39,6 @@ BundleArgument = Annotated[
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        "--prompts",
         help="Text file with one prompt per line. [default: example prompts of the bundle]",
         rich_help_panel=SUBJECTS,
     ),
@@ -45,7 +46,6 @@ PromptsOption = Annotated[
 MethodsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--method",
         metavar=_METHOD_METAVAR,
         help="Decoding method, such as sjd:window=5; may be given several times.",
         rich_help_panel=METHOD,
@@ -54,19 +54,17 @@ MethodsOption = Annotated[
 QualitiesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--quality",
         help="Preset of the bundle: strict, balanced or fast; may be given several times.",
         rich_help_panel=METHOD,
     ),
 ]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", help="Number of threads for decoding. [default: one per core]", rich_help_panel=ENGINE),
+    typer.Option(help="Number of threads for decoding. [default: one per core]", rich_help_panel=ENGINE),
 ]
 EnginesOption = Annotated[
     Path | None,
     typer.Option(
-        "--engines",
         help="Folder of TensorRT engines that build-engine made from this bundle, to use instead of its graphs.",
         rich_help_panel=ENGINE,
     ),
@@ -74,7 +72,6 @@ EnginesOption = Annotated[
 ProviderOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--provider",
         metavar="[GRAPH=]NAME",
         help="Execution provider of ONNX Runtime: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). May be given again "
         "for single graphs, such as drafter=cpu. [default: auto, a GPU if there is one, else the CPU]",
@@ -86,9 +83,7 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Download a published mod
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
-FirstSeedOption = Annotated[
-    int, typer.Option("--seed", help="Seed of the first image; further images have the next seeds.")
-]
+FirstSeedOption = Annotated[int, typer.Option(help="Seed of the first image; further images have the next seeds.")]
 
 
 def _make_option(
@@ -106,7 +101,7 @@ def _make_sampling_option(name: str) -> Any:
     value_type = next((kind for kind in (int, float) if field.annotation in (kind, kind | None)), str)
     (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
     help_text = f"{field.description} [default: the bundle's]"
-    return _make_option(value_type, help_text, f"--{name.replace('_', '-')}", metavar=metavar, section="Sampling")
+    return _make_option(value_type, help_text, metavar=metavar, section="Sampling")
 
 
 EDIT_INPUTS = ("mask", "keep_rows")  # parameters of a pipeline call that only `edit` takes
@@ -176,6 +171,12 @@ class EngineOptions:
     engines: Path | None = None
     provider: list[str] | None = None
 
+    @cached_property
+    def _engine_folder(self) -> EngineFolder | None:
+        from ..engines.engine_folder import open_engine_folder
+
+        return None if self.engines is None else open_engine_folder(self.engines)
+
     def runs_on_cpu(self, bundle: Bundle) -> bool:
         """Return whether ONNX Runtime runs the graphs on the CPU. A GPU that `auto` chose is noted on stderr."""
         from ..engines.loader import choose_providers
@@ -191,21 +192,15 @@ class EngineOptions:
 
     def check(self) -> None:
         """Check the options before a bundle is downloaded."""
-        from ..engines.engine_folder import open_engine_folder
         from ..engines.host import choose_thread_count
 
         ProviderChoice.parse(self.provider or ())
         choose_thread_count(self.threads)
-        if self.engines is not None:
-            open_engine_folder(self.engines)
+        _ = self._engine_folder
 
     def open_bundle(self, name: str) -> Bundle:
         """Open a bundle and check its files, except the graphs that TensorRT engines replace."""
-        from ..engines.engine_folder import open_engine_folder
-
-        if self.engines is None:
-            return open_named_bundle(name)
-        return open_named_bundle(name, open_engine_folder(self.engines).list_replaced_files())
+        return open_named_bundle(name, self._engine_folder.list_replaced_files() if self._engine_folder else ())
 
     def load_pipeline(
         self, bundle: Bundle, settings: GenerationSettings | None = None, max_prompt_tokens: int | None = None
@@ -215,18 +210,18 @@ class EngineOptions:
         If ONNX Runtime runs on the CPU, the memory is checked before: for `settings`, by default those that need the
         most, and for the longest prompt, if known.
         """
-        from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
         from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
-        engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
             check_memory(bundle, settings or largest_settings(bundle.manifest), max_prompt_tokens)
         with show_progress(announce_tasks=False) as progress:
             progress("loading graphs")
-            pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
+            pipeline = Pipeline.from_bundle(
+                bundle, threads=self.threads, engines=self._engine_folder, provider=self.provider
+            )
         if self.threads is not None and self.threads > (cores := count_usable_cores()):
             print_stderr(f"note: --threads {self.threads} on {cores} core{'s' * (cores > 1)}; one per core is faster")
         return pipeline

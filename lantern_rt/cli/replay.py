@@ -102,8 +102,8 @@ def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) ->
     return settings
 
 
-def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
-    """Return whether a file exists, and is a PNG that records the only image of a request, enlarged `scale` times."""
+def png_contains_image(bundle: Bundle, request: Request, scale: int, index: int, path: Path) -> bool:
+    """Return whether a file exists, and is a PNG that records image `index` of a request, enlarged `scale` times."""
     try:
         recipe = read_recipe(path)
         recorded = restore_recorded_settings(path, recipe, bundle)
@@ -111,12 +111,13 @@ def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int)
             size = file.size
     except (LanternError, OSError):
         return False
-    (image,) = request.images
     settings = request.settings
     width, height = bundle.manifest.size_in_pixels(settings.image_size)
     old_fields = recipe.model_dump(include=_IMAGE_FIELDS, exclude_none=True)
     new_fields = {
-        name: text for name, text in build_recipe_fields(bundle, settings, image).items() if name in _IMAGE_FIELDS
+        name: text
+        for name, text in build_recipe_fields(bundle, settings, request.images[index]).items()
+        if name in _IMAGE_FIELDS
     }
     # With dequantized integers, exact methods keep the distribution of `ar`, but not its tokens (docs/exporting.md).
     repeats = settings.quality == "strict" or bundle.manifest.target.precision not in INTEGER_WEIGHTS

@@ -142,9 +142,7 @@ def run(
         stems = [f"{source.stem}-again"]
     formats = _list_formats(bundle.manifest, f"bundle {bundle.manifest.name}", codes, scale, trace)
 
-    def contains_image(i: int, path: Path) -> bool:
-        return png_contains_image(path, bundle, replace(request, images=[request.images[i]]), scale)
-
+    contains_image = partial(png_contains_image, bundle, request, scale)
     outputs = choose_output_paths(output, stems, force, contains_image, formats)
     paths = [path for path, _ in outputs]
     _check_trace_path(trace, paths, force)

@@ -177,19 +177,13 @@ def _generate_reference_images(
     first_seed: int,
     progress: Progress,
 ) -> list[Image]:
-    count = len(prompts.items) * num_seeds
-
-    def report_reference_progress(_: str, done: int, total: int) -> None:
-        progress(f"images of {REFERENCE}", done, total)
-
-    requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed)
     turns = run_methods_in_turns(
         pipeline,
         [baseline_method],
-        requests,
+        prompts.requests(BATCH_SIZE, num_seeds, first_seed),
         with_likelihoods=False,
-        progress=report_reference_progress,
-        total_images=count,
+        progress=lambda _, done, total: progress(f"images of {REFERENCE}", done, total),
+        total_images=len(prompts.items) * num_seeds,
     )
     return [image for (run,) in turns for image in run.images]
 

@@ -117,15 +117,9 @@ class Trace:
         int64: dict[str, Any] = {name: np.array(values, np.int64) for name, values in arrays.items()}
         measured: dict[str, Any] = {
             "part_seconds": np.array([part.seconds for part in self.trace_steps], np.float64),
-            "path_relaxed": np.array(
-                [relaxed_flags for part in self.trace_steps for relaxed_flags in part.relaxed_flags], np.bool_
-            ),
-            "path_p": np.array(
-                [target_probs for part in self.trace_steps for target_probs in part.target_probs], np.float64
-            ),
-            "path_q": np.array(
-                [draft_probs for part in self.trace_steps for draft_probs in part.draft_probs], np.float64
-            ),
+            "path_relaxed": np.array([flag for part in self.trace_steps for flag in part.relaxed_flags], np.bool_),
+            "path_p": np.array([p for part in self.trace_steps for p in part.target_probs], np.float64),
+            "path_q": np.array([q for part in self.trace_steps for q in part.draft_probs], np.float64),
         }
         buffer = BytesIO()
         np.savez_compressed(buffer, **int64, **measured)

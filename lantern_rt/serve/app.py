@@ -210,7 +210,7 @@ class _RequestGuardMiddleware:
             await send(message)
 
         error = self._check_headers(scope["method"], headers)
-        app = self._app if error is None else JSONResponse(error.body(), error.status)
+        app = self._app if error is None else error.make_response()
         try:
             await app(scope, receive_body, send_with_headers)
         finally:
@@ -253,8 +253,7 @@ class _RequestGuardMiddleware:
 
 
 async def _respond_to_error(http_request: HttpRequest, error: Exception) -> Response:
-    http_error = HttpError.from_exception(error)
-    return JSONResponse(http_error.body(), http_error.status, headers=http_error.headers)
+    return HttpError.from_exception(error).make_response()
 
 
 async def _respond_to_routing_error(http_request: HttpRequest, error: Exception) -> Response:

@@ -381,7 +381,8 @@ class HttpError(LanternError):
         suggestions = {"suggestions": [*self.suggestions]} if self.suggestions else {}
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code, **suggestions}}
 
-    @property
-    def headers(self) -> dict[str, str]:
-        challenge = {"www-authenticate": "Bearer"} if self.status == 401 else {}
-        return challenge if self.retry_after is None else {"retry-after": str(self.retry_after)}
+    def make_response(self) -> Response:
+        headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after is not None:
+            headers = {"retry-after": str(self.retry_after)}
+        return JSONResponse(self.body(), self.status, headers)
