@@ -33,10 +33,7 @@ _MIN_SIMILARITY = 0.75  # share of letters in common from which a name counts as
 
 
 def suggest_name(name: str, known_names: Collection[str]) -> str:
-    """Return a remedy for an unknown name: what has its place here, or the known name that it begins or nearly is.
-
-    The result is empty if there is neither.
-    """
+    """Return a remedy for an unknown name: what has its place here, or a known name that is alike; empty: neither."""
     plain = name.lower().replace("-", "").replace("_", "")
     if plain in _REASONS:
         return _REASONS[plain]

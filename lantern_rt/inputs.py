@@ -183,10 +183,7 @@ def require_library(name: str, feature: str, extra: str) -> None:
 
 @contextmanager
 def convert_read_errors(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert any exception in a `with` block to an error of `error_class` that names the file `path`.
-
-    Errors of this package are raised unchanged.
-    """
+    """Convert any exception in a `with` block but ours to an error of `error_class` that names the file `path`."""
     try:
         yield
     except LanternError:

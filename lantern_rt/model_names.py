@@ -22,9 +22,6 @@ def find_model_name(word: str) -> str | None:
 
     A word is the name of an embedded bundle or of a published model, the repository of a published model on the hub
     (`owner/name`), another repository, or the path of a bundle or checkpoint. Any other word may be a prompt.
-
-    Raises:
-        RequestError: several published models come from the repository.
     """
     if word in list_embedded_bundle_names() or is_published(word):
         return word

@@ -53,11 +53,7 @@ class Request:
 
 
 def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> GenerationSettings:
-    """Validate the settings of a request and complete them from the bundle's defaults.
-
-    Args:
-        options: `quality` or `method`, `size`, and settings in `SAMPLING`, as in `Options`; None counts as missing.
-    """
+    """Check the options `quality`, `method`, `size` and `SAMPLING`, and complete them from the bundle's defaults."""
     options = {name: convert_numpy_value(value) for name, value in options.items() if value is not None}
     _check_option_names(options)
     _check_quality_option(options)
@@ -168,10 +164,7 @@ def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options
 
 
 def check_options(num_prompts: int, options: Mapping[str, Any]) -> tuple[int, MethodConfig | None]:
-    """Check options of a request as far as possible without a bundle, for example before a download.
-
-    Returns the number of images, and the method if the options name one.
-    """
+    """Check options as far as possible without a bundle; return the number of images, and the method if named."""
     _check_quality_option(options)
     validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
     images_per_prompt = check_int("num_images", options.get("num_images"), 1, 1, IMAGES_LIMIT)

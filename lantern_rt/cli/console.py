@@ -52,10 +52,7 @@ def print_sections(sections: Facts) -> None:
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print rows of values, of which None becomes `-`.
-
-    `columns` are format strings of the values, such as `{speed_up:.2f}`, by heading.
-    """
+    """Print rows of values, None as `-`, by the format string of each column, such as `{speed_up:.2f}`."""
     cells = [[_format_cell(template, row) for template in columns.values()] for row in rows]
     print_text(format_text_table([list(columns), *cells]))
 
@@ -93,10 +90,7 @@ def print_warnings() -> Iterator[None]:
 
 @contextmanager
 def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
-    """Show the progress of tasks on stderr: bars in a terminal, else a line every five seconds.
-
-    With `announce_tasks`, there is also a line when a task begins, unless stderr is a terminal.
-    """
+    """Show progress on stderr: bars in a terminal, else a line every five seconds, perhaps one as a task begins."""
     if sys.stderr.isatty():
         with show_progress_bars() as progress:
             yield progress

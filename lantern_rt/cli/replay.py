@@ -72,10 +72,7 @@ def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> 
 
 
 def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) -> GenerationSettings:
-    """Return the settings of a recipe.
-
-    BundleError is raised if it is of another bundle, and RequestError if the bundle resolves it to other values.
-    """
+    """Return the settings of a recipe, unless it is of another bundle or the bundle resolves it to other values."""
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
             field=str(png_path),
@@ -114,11 +111,8 @@ def png_contains_image(bundle: Bundle, request: Request, scale: int, index: int,
     settings = request.settings
     width, height = bundle.manifest.size_in_pixels(settings.image_size)
     old_fields = recipe.model_dump(include=_IMAGE_FIELDS, exclude_none=True)
-    new_fields = {
-        name: text
-        for name, text in build_recipe_fields(bundle, settings, request.images[index]).items()
-        if name in _IMAGE_FIELDS
-    }
+    fields = build_recipe_fields(bundle, settings, request.images[index])
+    new_fields = {name: text for name, text in fields.items() if name in _IMAGE_FIELDS}
     # With dequantized integers, exact methods keep the distribution of `ar`, but not its tokens (docs/exporting.md).
     repeats = settings.quality == "strict" or bundle.manifest.target.precision not in INTEGER_WEIGHTS
     same_tokens = repeats and recorded.method.exact and settings.method.exact

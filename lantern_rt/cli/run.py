@@ -241,10 +241,7 @@ def _generate_images(
     trace_path: Path | None,
     force: bool,
 ) -> StreamStep:
-    """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
-
-    A planned file that already contains its image stays as it is. The result is the last step, which has all codes.
-    """
+    """Generate all images, write each as soon as it is complete, print statistics, and return the last step."""
     from ..output.trace import Trace
     from ..results import finish_image
 

@@ -147,10 +147,7 @@ def _make_method_reports(
     metrics: Mapping[str, MethodEstimates],
     num_seeds: int,
 ) -> list[dict[str, Any]]:
-    """Return the report of each method, plain decoding first.
-
-    `metrics` are the estimates of all methods in `compared_runs`, the result of `_score_differing_runs`.
-    """
+    """Return the report of each method, plain decoding first. `metrics` are of the methods in `compared_runs`."""
     plain, *_ = runs_by_method
     passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs_by_method.values()], num_seeds)
     columns = {label: {name: metric[i] for name, metric in metrics.items()} for i, label in enumerate(compared_runs)}

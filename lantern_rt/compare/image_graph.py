@@ -126,10 +126,7 @@ class OnnxImageModel(ABC):
     def _run_batches(
         self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output_name: str | None = None
     ) -> Floats:
-        """Run the graph on images of one size in batches, and return one row of an output (None: the first) per image.
-
-        `extra_inputs` are the other inputs by name, `[images, length]`, such as token ids.
-        """
+        """Run the graph on images of one size in batches, and return one row of an output (None: the first) each."""
         parts = []
         for start in range(0, len(images), BATCH):
             batch = slice(start, start + BATCH)

@@ -38,10 +38,7 @@ class ComparedMethod:
 def parse_methods(
     labels: Sequence[str], sampling_options: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
 ) -> list[ComparedMethod]:
-    """Return the methods to compare, which a bundle must support: `ar` first, then method strings and qualities.
-
-    `sampling_options` are those of every method: guidance, temperature and filters.
-    """
+    """Return the methods to compare, which a bundle must support: `ar` first, then method strings and qualities."""
     names = [*(label.strip() for label in labels), *qualities]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:

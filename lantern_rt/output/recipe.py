@@ -41,17 +41,12 @@ else:
 
 
 class Recipe(_InputChunks, strict=True):
-    """Record of how an image was generated, with one field per text chunk of the PNG file.
-
-    Args:
-        noise: version of the noise function.
-        settings: settings in the form of `GenerationSettings.as_dict`, which no bundle has checked.
-    """
+    """Record of how an image was generated, with one field per text chunk of the PNG file."""
 
     seed: int
     method: MethodName
-    noise: Literal["philox4x64-gumbel-1"]
-    settings: Json[dict[str, Any]]
+    noise: Literal["philox4x64-gumbel-1"]  # version of the noise function
+    settings: Json[dict[str, Any]]  # of `GenerationSettings.as_dict`, which no bundle has checked
     bundle: str
     bundle_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -65,10 +60,7 @@ class Recipe(_InputChunks, strict=True):
         return self
 
     def restore_inputs(self) -> dict[str, Any]:
-        """Return the parameters of a pipeline call that the recipe records, besides the settings and the seed.
-
-        If it records only a hash of a parameter, RequestError is raised.
-        """
+        """Return the parameters of a pipeline call but settings and seed; RequestError if only a hash is recorded."""
         recorded = [(words, getattr(self, words.chunk)) for words in WORDS.values() if words.chunk]
         return {words.parameter: words.restore(value) for words, value in recorded if value is not None}
 

@@ -131,12 +131,7 @@ class GenerationRequest(InputFields):
 
     @abstractmethod
     def make_image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
-        """Return the fields of a response that describe one image.
-
-        Args:
-            codes: codes of the image, `[cells]`.
-            file_bytes: contents of the file that `encode_file` returned.
-        """
+        """Return the fields of a response that describe one image, with the file that `encode_file` returned."""
 
     def make_response_fields(self, size: Size) -> dict[str, str]:
         """Return the fields of a response that are the same for all images."""

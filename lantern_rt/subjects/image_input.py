@@ -93,10 +93,7 @@ def check_supports_edits(manifest: Manifest) -> None:
 
 
 def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> str | None:
-    """Find the image size of a bundle that is nearest to a width and height: by aspect ratio, then by area.
-
-    The result is its name; None if the bundle has a single image size.
-    """
+    """Return the name of the size that is nearest by aspect ratio, then by area; None: the bundle has a single size."""
 
     def measure_size_difference(size: Size) -> tuple[float, float]:
         # Differences of logarithms compare ratios, so twice and half the size are equally far.

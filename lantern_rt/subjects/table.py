@@ -36,10 +36,7 @@ def find_subject_kind(condition_kind: str) -> type[Subject]:
 
 
 def choose_subject_kind(inputs: Mapping[str, Any], condition_kind: str, owner: str) -> type[Subject]:
-    """Return the kind of the only subject in a request, which a condition must take, or raise RequestError.
-
-    The error names the `owner` of the condition.
-    """
+    """Return the kind of the only subject in a request, which a condition of `owner` must take."""
     accepted = find_subject_kind(condition_kind)
     present = list_subjects(inputs)
     wrong = next((kind for kind in present if kind is not accepted), None)
