@@ -14,7 +14,7 @@ import re
 import reprlib
 import signal
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
@@ -82,8 +82,11 @@ def convert_numpy_value(value: Any) -> Any:
 
 def convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
     """Return the items of a list or array; a single value, such as a text, `repeat_count` times."""
-    value = convert_numpy_value(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
+    match convert_numpy_value(value):
+        case [*items]:
+            return items
+        case single:
+            return [single] * repeat_count
 
 
 def describe_validation_error(error: ValidationError) -> dict[str, str]:

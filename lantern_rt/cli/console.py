@@ -46,9 +46,8 @@ def print_json(value: Any) -> None:
 
 def print_sections(sections: Facts) -> None:
     for section, values in sections.items():
-        if not values:
-            continue
-        print_text(section, format_text_table(list(values.items())))
+        if values:
+            print_text(section, format_text_table(list(values.items())))
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -231,7 +231,6 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
     """Download a published model to the caches, and if needed export it, after the user has agreed."""
     from ..output.files import find_cache_folder
     from ..published import (
-        PublishedModel,
         check_host_requirements,
         fetch_published_model,
         find_bundle_source,
@@ -247,11 +246,11 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
     check_host_requirements(name, source)
     if old := find_unusable_bundle(name):
         print_stderr(f"{old} is incomplete, damaged or of another release, and is replaced")
-    exports = isinstance(source, PublishedModel)
-    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if exports else ""
+    model = find_published_model(name)
+    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if source is model else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
-        f"(licence: {find_published_model(name).licence}) into the hub's cache{bundle}"
+        f"(licence: {model.licence}) into the hub's cache{bundle}"
     )
     if not skip_confirmation:
         if not sys.stdin.isatty():

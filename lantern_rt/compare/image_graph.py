@@ -160,9 +160,6 @@ class OnnxImageModel(ABC):
         return np.ascontiguousarray(values.transpose(2, 0, 1)).astype(np.float32)
 
 
-# ---------------------------------------------------------------- features
-
-
 class ImageFeatureModel(OnnxImageModel):
     """ONNX graph that computes features of images, as its first output.
 
@@ -228,9 +225,6 @@ class EncoderFeatureModel(ImageFeatureModel):
         width = values.shape[3] // 2
         quarters = [quarter for half in np.split(values, [height], 2) for quarter in np.split(half, [width], 3)]
         return np.concatenate([*(quarter.mean((2, 3)) for quarter in quarters), values.std((2, 3))], 1)
-
-
-# ---------------------------------------------------------------- agreement with prompts
 
 
 class PromptAgreementModel(OnnxImageModel):

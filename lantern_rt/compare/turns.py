@@ -44,9 +44,8 @@ def parse_methods(
     if repeated is not None:
         raise RequestError(field="method", found=f"{repeated!r} twice", expected="each method once")
     names = [PLAIN, *(name for name in names if name != PLAIN)]
-    options = ["quality" if name in qualities else "method" for name in names]
     methods = [
-        ComparedMethod(name, {**sampling_options, option: name}) for name, option in zip(names, options, strict=True)
+        ComparedMethod(name, {**sampling_options, "quality" if name in qualities else "method": name}) for name in names
     ]
     for method in methods:
         resolve_settings(bundle.manifest, method.options)

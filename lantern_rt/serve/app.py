@@ -256,8 +256,7 @@ async def _respond_to_error(http_request: HttpRequest, error: Exception) -> Resp
     return HttpError.from_exception(error).make_response()
 
 
-async def _respond_to_routing_error(http_request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _respond_to_routing_error(http_request: HttpRequest, error: HTTPException) -> Response:
     route = f"{http_request.method} {http_request.url.path}"
     if error.status_code == 405:
         http_error = HttpError(405, "the HTTP method is not allowed", field=route)

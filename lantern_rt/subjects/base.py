@@ -39,47 +39,29 @@ class Option:
 
 @dataclass(frozen=True)
 class Words:
-    """Names of one parameter of a pipeline call wherever users meet it, and the forms of its value there.
+    """Names of one parameter of a pipeline call wherever users meet it, and the forms of its value there."""
 
-    Attributes:
-        parameter: name in Python.
-        field: name in HTTP bodies.
-        chunk: text chunk that records the value in PNG files; empty: the chunk of another parameter records it.
-        json_type: type of the field that every JSON body has; None: the body of an endpoint declares the field.
-        chunk_type: type of the text chunk, for pydantic.
-        restore: converts a valid text chunk to the value of the parameter; RequestError if it records only a hash.
-        needs_text: whether the parameter can only stand beside a text.
-    """
-
-    parameter: str
-    field: str
-    chunk: str
+    parameter: str  # name in Python
+    field: str  # name in HTTP bodies
+    chunk: str  # text chunk that records the value in PNG files; empty: the chunk of another parameter records it
     option: Option
-    json_type: Any = None
-    chunk_type: Any = str
+    json_type: Any = None  # of the field that every JSON body has; None: the body of an endpoint declares the field
+    chunk_type: Any = str  # of the text chunk, for pydantic
+    # Converts a valid text chunk to the value of the parameter; RequestError if it records only a hash.
     restore: Callable[[Any], Any] = lambda value: value
-    needs_text: bool = False
+    needs_text: bool = False  # whether the parameter can only stand beside a text
 
 
 @dataclass(frozen=True)
 class Row:
-    """One batch row of a prefix, before the condition graph computes its embeddings.
+    """One batch row of a prefix, before the condition graph computes its embeddings."""
 
-    Attributes:
-        inputs: inputs of the condition graph by name, `[1, ...]`. Rows with the same object share a run of the graph.
-        output: index of the graph's output for this row: 0 `prefix_embeds`, 1 `uncond_embeds`.
-        is_real_token: bool `[prefix]`; False on padding.
-        tokens: token ids, int64 `[prefix]`; None unless text and image tokens share a vocabulary.
-        positions: positions of the tokens, int64 `[prefix]`; None: the positions are consecutive.
-        first_position: position of the image's first code; None: the prefix begins at position 0.
-    """
-
-    inputs: Mapping[str, NDArray[Any]]
-    output: int
-    is_real_token: Bools
-    tokens: Ints | None = None
-    positions: Ints | None = None
-    first_position: int | None = None
+    inputs: Mapping[str, NDArray[Any]]  # of the condition graph, [1, ...]; rows with the same object share a run of it
+    output: int  # index of the graph's output for this row: 0 `prefix_embeds`, 1 `uncond_embeds`
+    is_real_token: Bools  # False on padding, [prefix]
+    tokens: Ints | None = None  # int64 [prefix]; None unless text and image tokens share a vocabulary
+    positions: Ints | None = None  # of the tokens, int64 [prefix]; None: consecutive
+    first_position: int | None = None  # of the image's first code; None: the prefix begins at position 0
 
     def embed(self, embeds: Floats) -> PrefixRow:
         """Return the row with its embeddings, float32 `[prefix, hidden_size]`."""
@@ -115,12 +97,7 @@ class RequestContext:
 
 @dataclass(frozen=True, eq=False)
 class Subject(ABC):
-    """What an image is made from, checked against a bundle. All images of one prompt share the object.
-
-    Attributes:
-        label: prompt, class id or token ids, as `Result.prompts` has it; None for text embeddings.
-        prefix: prefix of the subject alone.
-    """
+    """What an image is made from, checked against a bundle. All images of one prompt share the object."""
 
     words: ClassVar[Words]
     conditions: ClassVar[frozenset[str]]  # kinds of conditions, as in the manifest, that take the subject
@@ -129,8 +106,8 @@ class Subject(ABC):
     title: ClassVar[str]  # in reports and file names: format of an item and its index, from 0
     remedy: ClassVar[str] = ""  # in the error of a prompt that is given instead
 
-    label: Label
-    prefix: Prefix
+    label: Label  # prompt, class id or token ids, as `Result.prompts` has it; None for text embeddings
+    prefix: Prefix  # of the subject alone
 
     @classmethod
     def split(cls, value: Any) -> list[Any]:
