@@ -251,7 +251,8 @@ def test_a_bundle_folder_has_ordinary_permissions(tmp_path: Path) -> None:
 
 
 def test_an_existing_output_is_rejected_before_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    command = ["export", "--target", str(tmp_path / "junk.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
     assert run_program(command) == 2
     assert "already exists" in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ def host(hub: str, tmp_path: Path, bundle: Bundle) -> EmptyCacheHost:
 
 
 def test_images_need_no_pytorch_and_then_no_hub(host: EmptyCacheHost, bundle: Bundle) -> None:
-    assert f"int8 {make_bundle_fields(bundle)['download_bytes'] / 1e9:.1f} GB" in host("models").stdout
+    assert f"int8 {make_bundle_fields(bundle)['download_bytes'] / 1e9:.1f} GB" in host("models", NAME).stdout
     process = host("run", NAME, "--class-id", 3, "--seed", 1, "--yes", "--output", host.folder / "a.png")
     assert process.returncode == 0, process.stderr
     megabytes = f"{make_bundle_fields(bundle)['download_bytes'] / 1e6:.1f} MB"

@@ -178,6 +178,13 @@ def test_large_vocabularies_are_tested_with_at_most_8_nodes() -> None:
     assert [case["input_embeds"].shape[1] for case in graph.test_cases.values()] == [8, 1, 7, 8, 7]
 
 
+def test_a_test_case_as_long_as_a_prompt_has_its_embeddings() -> None:
+    prompt = torch.randn(CONFIG.prefix, CONFIG.hidden_size)
+    graph = make_target_graph(Decoder(CONFIG), torch.zeros(1, CONFIG.hidden_size), prompt)
+    embeds = next(iter(graph.test_cases.values()))["input_embeds"]
+    np.testing.assert_array_equal(embeds, np.tile(prompt.numpy(), (len(embeds), 1, 1)))
+
+
 def test_wrong_outputs_of_a_graph_are_named(tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)
