@@ -23,13 +23,7 @@ FORM = "multipart/form-data; boundary=x"
 
 
 class RunningServer:
-    """A `lantern-rt serve` process and a client for the server.
-
-    Args:
-        folder: folder for the log file.
-        arguments: command-line arguments of `lantern-rt serve` besides the port.
-        port: port of the server; 0 lets the operating system choose a free port.
-    """
+    """A `lantern-rt serve` process with these arguments, and a client for it; port 0 is any free port."""
 
     path_prefix = ""  # prepended to the path of every request
 
@@ -72,14 +66,7 @@ class RunningServer:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Send a request; return the status, the headers with lower-case names, and the body.
-
-        Args:
-            method: HTTP method.
-            path: path of the request, without `path_prefix`.
-            body: request body.
-            headers: request headers.
-        """
+        """Send a request; return the status, the headers with lower-case names, and the body."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
             connection.request(method, self.path_prefix + path, body, headers or {})
@@ -95,12 +82,7 @@ class RunningServer:
         return status, json.loads(body) if is_json else body.decode()
 
     def post(self, content: Any, **headers: str) -> tuple[int, Any]:
-        """Send an image generation request; return the status and the parsed JSON response.
-
-        Args:
-            content: request body: bytes, or an object to encode as JSON.
-            headers: additional request headers.
-        """
+        """Send an image generation request, bytes or an object; return the status and the parsed JSON."""
         headers = {"content-type": "application/json", **headers}
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         status, _, response = self.request("POST", GENERATIONS, body, headers)

@@ -36,19 +36,12 @@ def glm_pipe(glm_image_bundle: Path) -> Pipeline:
 
 
 def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    """Send a POST request with a JSON body; return the status and the parsed JSON response."""
     status, _, response = server.request("POST", path, json.dumps(body).encode(), JSON | headers)
     return status, json.loads(response)
 
 
 def make_sglang_body(trace: dict[str, Any], seed: int | None = 1, **sampling: Any) -> dict[str, Any]:
-    """Return the request body that SGLang sends for the image of a recorded trace.
-
-    Args:
-        trace: entry of data/glm-image/traces.json.
-        seed: sampling seed; None lets the server choose.
-        sampling: additional sampling parameters.
-    """
+    """Return SGLang's request body for the image of a recorded trace; without a seed, the server chooses one."""
     grids = [[1, *trace["large_grid"]], [1, *trace["small_grid"]]]
     limit = {"max_new_tokens": trace["max_new_tokens"], "ignore_eos": True, "sampling_seed": seed}
     return {

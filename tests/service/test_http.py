@@ -198,10 +198,7 @@ def multi_model_server(
     c2i_bundle: Path,
     simplear_bundle: Path,
 ) -> RunningServer:
-    """Start a server of four models, which accepts requests from pages of https://example.org.
-
-    The models have one image size, several sizes, class conditions, and several sizes again.
-    """
+    """Start a server of four models: one image size, several, class conditions, and again several."""
     return start_server(
         tiny_folder, lumina_bundle, c2i_bundle, simplear_bundle, "--threads=1", "--cors=https://example.org"
     )
@@ -350,12 +347,7 @@ def test_callers_are_keys_addresses_and_ipv6_networks(key_name: str, client: str
 
 
 async def send_to_backend(backend: Any, content: Any) -> list[Any]:
-    """Return the ASGI messages of the images endpoint for a request to one backend.
-
-    Args:
-        backend: backend of the only model.
-        content: JSON content of the request body; None sends no body.
-    """
+    """Return the ASGI messages of the images endpoint for a request to one backend; None as content sends no body."""
     state = ServerState(ServerLimits(body_timeout=0.05))
     state.backends = {"slow": backend}
     messages = await send_to_app(ImagesEndpoint(state), GENERATIONS, content)
@@ -364,13 +356,6 @@ async def send_to_backend(backend: Any, content: Any) -> list[Any]:
 
 
 async def send_to_app(app: Any, path: str, content: Any = None) -> list[Any]:
-    """Return the ASGI messages of an application for a request.
-
-    Args:
-        app: ASGI application.
-        path: path of the request.
-        content: JSON content of the request body; None sends no body.
-    """
     bodies = iter([json.dumps(content).encode()] if content else [])
     messages: list[Any] = []
 
@@ -388,7 +373,6 @@ async def send_to_app(app: Any, path: str, content: Any = None) -> list[Any]:
 
 
 def make_scope(path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Return the ASGI scope that the application passes to an endpoint."""
     method = "POST" if path in (GENERATIONS, EDITS) else "GET"
     state = {"record": RequestRecord("1", "", path)}
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "state": state}

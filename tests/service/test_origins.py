@@ -15,13 +15,7 @@ from lantern_rt.serve.state import ServerLimits, ServerState
 
 
 def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
-    """Send a GET request with one header to an ASGI application; return the status and the response headers.
-
-    Args:
-        app: ASGI application.
-        header: name of the request header.
-        value: value of the request header.
-    """
+    """Send a GET request with one header to an ASGI application; return the status and the response headers."""
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -36,12 +30,7 @@ def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
 
 
 def is_allowed(option_origin: str, header_origin: str) -> bool:
-    """Return whether a server may be read by pages of another origin.
-
-    Args:
-        option_origin: origin in option `--cors`.
-        header_origin: origin header that the browser sends for the page.
-    """
+    """Return whether pages of `header_origin` may read a server with this option `--cors`."""
     app = make_app(ServerState(ServerLimits()), allowed_origins=[option_origin])
     allowed_origin = send_request(app, "origin", header_origin)["headers"].get(b"access-control-allow-origin")
     return allowed_origin in (b"*", header_origin.encode())

@@ -44,12 +44,7 @@ GROWING = {
 
 
 class Application(RunningServer):
-    """A client of a Ray Serve application, with the methods of `RunningServer`.
-
-    Args:
-        address: host and port of the Ray Serve proxy.
-        path_prefix: path of the application.
-    """
+    """A client of a Ray Serve application, with the methods of `RunningServer`."""
 
     def __init__(self, address: str, path_prefix: str) -> None:
         self.address = address
@@ -57,11 +52,7 @@ class Application(RunningServer):
 
 
 class RayCluster:
-    """A Ray cluster of two nodes with two applications: `steady` has two replicas, `growing` has one or two replicas.
-
-    Args:
-        folder: folder for the configuration and the log of Ray Serve.
-    """
+    """A Ray cluster of two nodes; of its applications, `steady` has two replicas, and `growing` one or two."""
 
     def __init__(self, folder: Path) -> None:
         node: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 << 20}
@@ -100,7 +91,6 @@ class RayCluster:
             return False
 
     def count_replicas(self, name: str) -> int:
-        """Return the number of replicas of the bundle `scenes` in the application `name`."""
         title = f"ray::ServeReplica:{name}:scenes"
         processes = psutil.Process().children(recursive=True)
         return sum(_read_command_line(process).startswith(title) for process in processes)
@@ -117,7 +107,6 @@ class RayCluster:
 
 
 def _read_command_line(process: psutil.Process) -> str:
-    """Return the command line of a process; an empty string if the process has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

@@ -24,7 +24,6 @@ ADDRESS = "localhost:8000"
 
 
 def read_blocks(language: str, text: str = PAGE) -> list[str]:
-    """Return the code blocks of a language."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
@@ -51,12 +50,7 @@ def describe_types(value: Any) -> Any:
 
 
 def send_curl_request(server: RunningServer, command: str) -> Any:
-    """Send the request of a documented curl command to the server; return the parsed JSON response.
-
-    Args:
-        server: server that receives the request.
-        command: curl command with the options -H and -d only.
-    """
+    """Send the request of a documented curl command, with the options -H and -d only; return the parsed JSON."""
     program, url, *rest = shlex.split(command.replace("\\\n", " "))
     assert (program, url.startswith(ADDRESS)) == ("curl", True)
     options = dict(zip(rest[::2], rest[1::2], strict=True))

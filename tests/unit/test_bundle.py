@@ -45,7 +45,6 @@ def get_error_message(path: Path | str, verify: bool = True) -> str:
 
 
 def change_manifest(folder: Path, rehash: bool = True, **changes: Any) -> None:
-    """Replace fields of `bundle.json`."""
     write_bundle_manifest(folder, read_manifest(folder) | changes, rehash)
 
 

@@ -38,7 +38,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change_manifest(folder: Path, **fields: Any) -> Path:
-    """Replace fields of `bundle.json`."""
     write_bundle_manifest(folder, read_manifest(folder) | fields, rehash=False)
     return folder
 

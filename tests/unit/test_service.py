@@ -57,7 +57,6 @@ class RecordingListener:
             time.sleep(0.001)
 
     def wait_for_last_step(self) -> StreamStep:
-        """Wait until the request is finished; return the last step."""
         assert self.done.wait(60)
         assert self.error is None
         return self.steps[-1]
@@ -322,10 +321,7 @@ def test_a_request_whose_logits_overflow_fails_alone(embeddings_bundle: Path) ->
 def run_simultaneous_requests(
     service: Service, requests_by_caller: dict[str, list[dict[str, Any]]]
 ) -> dict[str, list[StreamStep]]:
-    """Submit all requests before the first of them runs; return the last step of each request, by caller.
-
-    Another request blocks the service until all requests are submitted.
-    """
+    """Submit all requests while another one blocks the service; return the last step of each request, by caller."""
     blocker = RecordingListener(lambda: not ready)
     ready = False
     service.submit(blocker, "red cube", method="ar", caller="first")
