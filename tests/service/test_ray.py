@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from PIL import Image
-from running_server import GENERATIONS, RunningServer, parse_events, wait_until
+from running_server import GENERATIONS, JSON, RunningServer, parse_events, wait_until
 
 from lantern_rt import Pipeline
 
@@ -167,8 +167,7 @@ def test_replicas_are_added_under_load_and_removed_when_idle(cluster: RayCluster
 def test_requests_beyond_the_queue_get_status_429_with_a_retry_time(cluster: RayCluster) -> None:
     def request_image(seed: int) -> tuple[int, dict[str, str], bytes]:
         request_body = {"prompt": PROMPTS[0], "seed": seed, "method": "sjd", "deadline": 10}
-        headers = {"content-type": "application/json"}
-        return cluster.growing.request("POST", GENERATIONS, json.dumps(request_body).encode(), headers)
+        return cluster.growing.request("POST", GENERATIONS, json.dumps(request_body).encode(), JSON)
 
     with ThreadPoolExecutor(30) as pool:
         responses = [*pool.map(request_image, range(30))]
@@ -180,13 +179,9 @@ def test_requests_beyond_the_queue_get_status_429_with_a_retry_time(cluster: Ray
         assert 1 <= int(headers["retry-after"]) < 600  # seconds, which depend on the speed of this host
 
 
-def test_requests_of_a_removed_node_give_the_same_images_on_another_node(
-    cluster: RayCluster, scenes_pipe: Pipeline
-) -> None:
+def test_requests_of_a_removed_node_give_the_same_images_elsewhere(cluster: RayCluster, scenes_pipe: Pipeline) -> None:
     requests = [{"prompt": PROMPTS[i % 3], "seed": i, "method": METHODS[i % 4]} for i in range(20)]
-    expected = [
-        scenes_pipe(request["prompt"], seed=request["seed"], method=request["method"] or "ar") for request in requests
-    ]
+    expected = [scenes_pipe(**request | {"method": request["method"] or "ar"}) for request in requests]
     streams_started = Event()
     chunk_count = count()
     lost_before = cluster.read_log().count("lost a replica")
