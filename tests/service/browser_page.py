@@ -35,15 +35,7 @@ def open_browser() -> Iterator[Browser]:
 
 
 def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page]:
-    """Yield the page once its button Generate is enabled.
-
-    At the end, assert that no script failed and that all requests of the page went to the server.
-
-    Args:
-        server: address of the server.
-        browser: browser that opens the page.
-        options: options of the browser context, such as `PHONE`.
-    """
+    """Yield the page once Generate is enabled; at the end, no script failed and no request left the server."""
     context = browser.new_context(**options)
     page = context.new_page()
     errors = []
@@ -62,13 +54,7 @@ def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page
 
 
 def generate_on_page(page: Page, method: str = "strict", compared_method: str = "") -> None:
-    """Generate images with the button Generate of the page, and wait until all images are complete.
-
-    Args:
-        page: page of the server.
-        method: decoding method or quality to select.
-        compared_method: second method to select for comparison; an empty string selects none.
-    """
+    """Generate images with the button Generate, by one or two methods, and wait until all are complete."""
     page.select_option("#method", method)
     page.select_option("#other", compared_method)
     page.click("#draw")

@@ -18,10 +18,7 @@ from lantern_rt import Pipeline
 
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
-    """Yield a function that starts a server with the given command-line arguments.
-
-    All servers are killed at the end of the test session.
-    """
+    """Yield a function that starts a server with command-line arguments; servers are killed after the last test."""
     started: list[RunningServer] = []
 
     def launch(*arguments: object, ready: bool = True, port: int = 0) -> RunningServer:
@@ -35,7 +32,6 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.fixture(scope="session")
 def scenes_server(start_server: Callable[..., RunningServer]) -> RunningServer:
-    """Start a server of the bundle `scenes` with at most four images per batch."""
     return start_server("scenes", "--threads", 1, "--batch", 4)
 
 

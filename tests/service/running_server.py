@@ -20,16 +20,11 @@ from urllib.parse import urlsplit
 GENERATIONS = "/v1/images/generations"
 EDITS = "/v1/images/edits"
 FORM = "multipart/form-data; boundary=x"
+JSON = {"content-type": "application/json"}
 
 
 class RunningServer:
-    """A `lantern-rt serve` process and a client for the server.
-
-    Args:
-        folder: folder for the log file.
-        arguments: command-line arguments of `lantern-rt serve` besides the port.
-        port: port of the server; 0 lets the operating system choose a free port.
-    """
+    """A `lantern-rt serve` process with these arguments, and a client for it; port 0 is any free port."""
 
     path_prefix = ""  # prepended to the path of every request
 
@@ -72,14 +67,7 @@ class RunningServer:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Send a request; return the status, the headers with lower-case names, and the body.
-
-        Args:
-            method: HTTP method.
-            path: path of the request, without `path_prefix`.
-            body: request body.
-            headers: request headers.
-        """
+        """Send a request; return the status, the headers with lower-case names, and the body."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
             connection.request(method, self.path_prefix + path, body, headers or {})
@@ -94,25 +82,23 @@ class RunningServer:
         is_json = response_headers.get("content-type") == "application/json"
         return status, json.loads(body) if is_json else body.decode()
 
-    def post(self, content: Any, **headers: str) -> tuple[int, Any]:
-        """Send an image generation request; return the status and the parsed JSON response.
-
-        Args:
-            content: request body: bytes, or an object to encode as JSON.
-            headers: additional request headers.
-        """
-        headers = {"content-type": "application/json", **headers}
+    def post(self, content: Any, path: str = GENERATIONS, **headers: str) -> tuple[int, Any]:
+        """Send a request with a JSON body, given as bytes or an object; return the status and the parsed JSON."""
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        status, _, response = self.request("POST", GENERATIONS, body, headers)
+        status, _, response = self.request("POST", path, body, JSON | headers)
         return status, json.loads(response)
+
+    def stream(self, content: dict[str, Any], path: str = GENERATIONS) -> list[tuple[str, dict[str, Any]]]:
+        """Send a request for a stream with steps; return its events, as `parse_events` does."""
+        body = json.dumps({**content, "stream": True, "steps": True}).encode()
+        return parse_events(self.request("POST", path, body, JSON)[2])
 
     @contextmanager
     def open_request(self, content: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
         """Send an image generation request without reading the response; disconnect at the end of the context."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
-            headers = {"content-type": "application/json"}
-            connection.request("POST", self.path_prefix + GENERATIONS, json.dumps(content).encode(), headers)
+            connection.request("POST", self.path_prefix + GENERATIONS, json.dumps(content).encode(), JSON)
             yield connection
         finally:
             connection.close()
@@ -165,9 +151,10 @@ def format_head(path: str, content_type: str, length: int | str) -> bytes:
 
 
 def format_form(fields: dict[str, bytes]) -> bytes:
-    """Return the body of a multipart form with the content type `FORM`."""
-    parts = [
-        b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), fields[name])
-        for name in fields
-    ]
-    return b"".join(parts) + b"--x--\r\n"
+    """Return the body of a multipart form with the content type `FORM`; images have a file name."""
+    body = b""
+    for name, value in fields.items():
+        file_name = b'; filename="a.png"' if name.startswith("image") else b""
+        body += b'--x\r\ncontent-disposition: form-data; name="%s"%s\r\n\r\n' % (name.encode(), file_name)
+        body += value + b"\r\n"
+    return body + b"--x--\r\n"

@@ -43,13 +43,7 @@ def make_attack(name: str) -> tuple[int, bytes]:
 
 @contextmanager
 def open_clients(server: RunningServer, count: int, content: bytes) -> Iterator[None]:
-    """Open connections from another client address and send `content` on each as fast as the server reads.
-
-    Args:
-        server: server under attack.
-        count: number of connections.
-        content: bytes to send on each connection.
-    """
+    """Open connections from another client address and send `content` on each as fast as the server reads."""
     with ExitStack() as stack:
         unsent = {stack.enter_context(server.connect(address="127.0.0.9")): memoryview(content) for _ in range(count)}
         for connection in unsent:

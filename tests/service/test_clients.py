@@ -22,7 +22,7 @@ from typing import Any
 import openai
 import pytest
 from PIL import Image
-from running_server import EDITS, RunningServer
+from running_server import EDITS, FORM, RunningServer, format_form
 
 yaml = pytest.importorskip("yaml")
 
@@ -55,6 +55,7 @@ HOME: dict[str, Any] = CONFIGURATION["rest_command"]["generate_image"]
 WEBUI_BODY = {"model": MODEL, "prompt": PROMPT, "n": 2, "response_format": "b64_json"}
 LIBRECHAT = {"model": FIXED, "prompt": PROMPT, "n": 1, "background": "auto", "output_format": "png", "quality": "auto"}
 COMFY_BODY = {"prompt": PROMPT, "n": 1, "response_format": "b64_json", "model": MODEL}
+N8N_BODY = {"prompt": PROMPT, "model": FIXED, "size": "1024x1024"}
 NODE_PROGRAM = f"""
 import {{ createReadStream }} from "node:fs";
 import {{ writeFile }} from "node:fs/promises";
@@ -91,13 +92,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "ComfyUI": {**COMFY_BODY, "size": SIZE},
     "ComfyUI with its default size": {**COMFY_BODY, "size": "1024x1024", "quality": "hd", "seed": 7},
     # n8n-io/n8n: packages/@n8n/nodes-langchain/nodes/vendors/OpenAi/v2/actions/image/generate.operation.ts
-    "n8n's node OpenAI": {"prompt": PROMPT, "model": FIXED, "size": "1024x1024", "quality": "medium"},
+    "n8n's node OpenAI": {**N8N_BODY, "quality": "medium"},
     "n8n's node OpenAI with options": {
-        "prompt": PROMPT,
-        "model": FIXED,
-        "response_format": "b64_json",
-        "size": "1024x1024",
+        **N8N_BODY,
         "quality": "standard",
+        "response_format": "b64_json",
         "style": "vivid",
     },
     # home-assistant/core: homeassistant/components/rest_command/__init__.py
@@ -150,9 +149,7 @@ def test_the_server_accepts_the_request_body_of_each_client(server: RunningServe
         ({"guidance_scale": 5.0}, "guidance_scale"),
     ],
 )
-def test_unsupported_request_fields_are_rejected_as_documented(
-    server: RunningServer, fields: dict[str, Any], param: str
-) -> None:
+def test_unsupported_fields_are_rejected_as_documented(server: RunningServer, fields: Any, param: str) -> None:
     status, response = server.post({"prompt": PROMPT, **fields}, authorization=f"Bearer {KEY}")
     assert (status, response["error"]["param"]) == (400, param)
 
@@ -178,13 +175,9 @@ def test_an_edit_without_a_mask_is_accepted_for_an_image_with_transparent_pixels
     server: RunningServer, image_field: str, size: str
 ) -> None:
     fields = {"model": FIXED, "prompt": PROMPT, "quality": "auto", "size": size}
-    parts = [(f'name="{name}"', value.encode()) for name, value in fields.items()]
-    parts.append((f'name="{image_field}"; filename="a.png"', encode_transparent_image()))
-    body = b"".join(
-        b"--B\r\ncontent-disposition: form-data; %b\r\n\r\n%b\r\n" % (head.encode(), content) for head, content in parts
-    )
-    headers = {"content-type": "multipart/form-data; boundary=B", "authorization": f"Bearer {KEY}"}
-    status, _, response = server.request("POST", EDITS, body + b"--B--\r\n", headers)
+    form = {name: value.encode() for name, value in fields.items()} | {image_field: encode_transparent_image()}
+    headers = {"content-type": FORM, "authorization": f"Bearer {KEY}"}
+    status, _, response = server.request("POST", EDITS, format_form(form), headers)
     assert (status, json.loads(response).get("error")) == (200, None)
 
 

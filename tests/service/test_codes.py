@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from running_server import RunningServer, format_head, parse_events, wait_until
+from running_server import JSON, RunningServer, format_head, wait_until
 
 from lantern_rt import Pipeline
 
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent.parent / "data/glm-image"
 TRACES = {trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").read_text()) if trace["name"] != "i2i"}
 GREEDY_TRACES = [trace for trace in TRACES.values() if not trace["sample"]]
 CODES_PATH = "/v1/images/codes"
-JSON = {"content-type": "application/json"}
+GENERATE = "/generate"
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +35,8 @@ def glm_pipe(glm_image_bundle: Path) -> Pipeline:
     return Pipeline.from_bundle(glm_image_bundle, threads=1)
 
 
-def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    """Send a POST request with a JSON body; return the status and the parsed JSON response."""
-    status, _, response = server.request("POST", path, json.dumps(body).encode(), JSON | headers)
-    return status, json.loads(response)
-
-
 def make_sglang_body(trace: dict[str, Any], seed: int | None = 1, **sampling: Any) -> dict[str, Any]:
-    """Return the request body that SGLang sends for the image of a recorded trace.
-
-    Args:
-        trace: entry of data/glm-image/traces.json.
-        seed: sampling seed; None lets the server choose.
-        sampling: additional sampling parameters.
-    """
+    """Return SGLang's request body for the image of a recorded trace; without a seed, the server chooses one."""
     grids = [[1, *trace["large_grid"]], [1, *trace["small_grid"]]]
     limit = {"max_new_tokens": trace["max_new_tokens"], "ignore_eos": True, "sampling_seed": seed}
     return {
@@ -85,36 +73,34 @@ def test_a_request_with_a_base64_source_image_returns_the_codes_of_the_pipeline(
     for image in (text, f"data:image/png;base64,{text}", base64.encodebytes(file.getvalue()).decode()):
         body = {"prompt": "a red fox", "seed": 4, "image": image}
         assert len(json.dumps(body)) > 64 << 10
-        status, response = post(glm_server, CODES_PATH, body)
+        status, response = glm_server.post(body, CODES_PATH)
         assert (status, response["size"]) == (200, "160x96"), response
         (data,) = response["data"]
         assert data["first_codes"] == []
         assert np.ravel(data["codes"]).tolist() == expected
     for image in ("AAAA", "no base64", f"data:text/plain;base64,{text}", 7):
-        status, response = post(glm_server, CODES_PATH, body | {"image": image})
+        status, response = glm_server.post(body | {"image": image}, CODES_PATH)
         assert (status, response["error"]["param"]) == (400, "image")
     for field in ("user", "mask", '"image": "'):  # only the image may be long
-        assert post(glm_server, CODES_PATH, body | {field: text})[0] == 413
+        assert glm_server.post(body | {field: text}, CODES_PATH)[0] == 413
 
 
 def test_a_source_image_is_rejected_for_a_bundle_that_does_not_support_source_images(
     start_server: Callable[..., RunningServer],
 ) -> None:
-    status, response = post(start_server("scenes"), CODES_PATH, {"prompt": "a red cube on sand", "image": "AAAA"})
+    status, response = start_server("scenes").post({"prompt": "a red cube on sand", "image": "AAAA"}, CODES_PATH)
     assert (status, response["error"]["param"]) == (400, "image")
     assert "takes no source image" in response["error"]["message"]
 
 
-def test_sglang_requests_for_one_image_and_for_a_batch_return_the_published_token_ids(
-    glm_server: RunningServer,
-) -> None:
+def test_sglang_requests_for_one_image_and_a_batch_return_the_published_codes(glm_server: RunningServer) -> None:
     greedy = {"temperature": 1.0, "top_k": 1}
-    status, response = post(glm_server, "/generate", make_sglang_body(GREEDY_TRACES[0], **greedy))
+    status, response = glm_server.post(make_sglang_body(GREEDY_TRACES[0], **greedy), GENERATE)
     assert (status, response["output_ids"]) == (200, read_published_codes(GREEDY_TRACES[0]))
     assert response["meta_info"]["prompt_tokens"] == len(GREEDY_TRACES[0]["prompt_ids"])
     assert response["meta_info"]["completion_tokens"] == len(response["output_ids"])
-    status, responses = post(
-        glm_server, "/generate", make_batch_body(*(make_sglang_body(trace, **greedy) for trace in GREEDY_TRACES))
+    status, responses = glm_server.post(
+        make_batch_body(*(make_sglang_body(trace, **greedy) for trace in GREEDY_TRACES)), GENERATE
     )
     assert (status, [image_response["output_ids"] for image_response in responses]) == (
         200,
@@ -132,7 +118,7 @@ def test_an_sglang_seed_matches_the_pipeline_seed_and_a_null_seed_is_chosen_and_
         make_sglang_body(second_trace, 4, temperature=0.7, top_p=0.5),
         make_sglang_body(third_trace, None),
     )
-    _, responses = post(glm_server, "/generate", make_batch_body(*bodies))
+    _, responses = glm_server.post(make_batch_body(*bodies), GENERATE)
     seed = responses[2]["meta_info"]["sampling_seed"]
     expected = [
         glm_pipe(**make_pipeline_arguments(first_trace, seed=3, temperature=1.0)),
@@ -140,7 +126,7 @@ def test_an_sglang_seed_matches_the_pipeline_seed_and_a_null_seed_is_chosen_and_
         glm_pipe(**make_pipeline_arguments(third_trace, seed=seed, temperature=1.0)),
     ]
     assert [response["output_ids"] for response in responses] == [result.codes[0].tolist() for result in expected]
-    _, second_response = post(glm_server, "/generate", make_sglang_body(third_trace, None))
+    _, second_response = glm_server.post(make_sglang_body(third_trace, None), GENERATE)
     assert second_response["meta_info"]["sampling_seed"] != seed
 
 
@@ -186,7 +172,7 @@ def test_an_invalid_sglang_request_is_rejected_with_one_line_that_names_the_fiel
         if is_batch and (path == ("input_ids",) or path == ("image_data",) or path == ("text",)):
             continue  # a batch lists these fields of all images, so that the error differs
         body = make_batch_body(valid_body, invalid_body) if is_batch else invalid_body
-        status, response = post(glm_server, "/generate", body)
+        status, response = glm_server.post(body, GENERATE)
         assert status == 400
         message = response["error"]["message"]
         assert message.split(":")[0].endswith(field.split(".")[-1] if is_batch else field), message
@@ -195,18 +181,16 @@ def test_an_invalid_sglang_request_is_rejected_with_one_line_that_names_the_fiel
     wait_until(lambda: glm_server.read_metric("lantern_images_running", model="tiny-glm-image") == 0)
 
 
-def test_an_sglang_batch_with_too_many_images_or_lists_of_different_lengths_is_rejected(
-    glm_server: RunningServer,
-) -> None:
+def test_an_sglang_batch_with_too_many_images_or_unequal_lists_is_rejected(glm_server: RunningServer) -> None:
     bodies = [make_sglang_body(GREEDY_TRACES[0])] * 11
-    _, response = post(glm_server, "/generate", make_batch_body(*bodies))
+    _, response = glm_server.post(make_batch_body(*bodies), GENERATE)
     assert response["error"]["message"] == "n: found 11, expected at most 10"
     body = make_batch_body(*bodies[:2]) | {"sampling_params": bodies[:1]}
-    assert post(glm_server, "/generate", body)[0] == 400
+    assert glm_server.post(body, GENERATE)[0] == 400
 
 
 def test_an_sglang_request_is_rejected_for_a_bundle_without_a_small_grid(tiny_server: RunningServer) -> None:
-    status, response = post(tiny_server, "/generate", make_sglang_body(GREEDY_TRACES[0]))
+    status, response = tiny_server.post(make_sglang_body(GREEDY_TRACES[0]), GENERATE)
     assert (status, "does not generate a small grid" in response["error"]["message"]) == (400, True)
 
 
@@ -221,12 +205,12 @@ def test_json_file_and_stream_responses_contain_the_codes_of_the_pipeline(
     grids = [codes[size.first_codes :].reshape(size.rows, size.columns).tolist() for codes in result.codes]
     small_grids = [codes[: size.first_codes].tolist() for codes in result.codes]
     body = {"prompt": prompt, "seed": 5}
-    status, response = post(server, CODES_PATH, {**body, "n": 2})
+    status, response = server.post({**body, "n": 2}, CODES_PATH)
     assert (status, [image_data["codes"] for image_data in response["data"]]) == (200, grids)
     assert [[*chain(*image_data["first_codes"])] for image_data in response["data"]] == small_grids
     assert (response["size"], response["lantern"]["seeds"]) == (size.name, [5, 6])
     for accept in ("application/x-npz;q=0", "application/x-npz; q=0.5, application/json"):
-        assert "data" in post(server, CODES_PATH, body, accept=accept)[1]
+        assert "data" in server.post(body, CODES_PATH, accept=accept)[1]
     headers = {"accept": "text/html, Application/X-NPZ;Q=1, application/json;q=0.9"}
     status, response_headers, file = server.request("POST", CODES_PATH, json.dumps(body).encode(), JSON | headers)
     assert (status, response_headers["content-type"]) == (200, "application/x-npz")
@@ -234,11 +218,8 @@ def test_json_file_and_stream_responses_contain_the_codes_of_the_pipeline(
         assert (arrays["codes"].tolist(), arrays["first_codes"].ravel().tolist()) == (grids[0], small_grids[0])
         assert json.loads(str(arrays["recipe"]))["seed"] == "5"
     for extra_fields in ({"n": 2}, {"stream": True}):  # a file holds the codes of one image
-        assert post(server, CODES_PATH, body | extra_fields, **headers)[0] == 400
-    _, _, stream = server.request(
-        "POST", CODES_PATH, json.dumps({**body, "stream": True, "steps": True}).encode(), JSON
-    )
-    *steps, (event_type, last_event) = parse_events(stream)
+        assert server.post(body | extra_fields, CODES_PATH, **headers)[0] == 400
+    *steps, (event_type, last_event) = server.stream(body, CODES_PATH)
     assert (event_type, last_event["codes"]) == ("image_codes.completed", grids[0])
     kinds = "".join(data["kinds"] for _, data in steps)
     assert len(kinds) == steps[-1][1]["first_codes"] + size.rows * size.columns == size.codes
@@ -248,15 +229,13 @@ def test_code_requests_reject_image_fields_and_bundles_without_pixels_reject_ima
     tiny_server: RunningServer, glm_server: RunningServer
 ) -> None:
     for field in ({"output_format": "png"}, {"partial_images": 1}, {"response_format": "url"}):
-        status, response = post(tiny_server, CODES_PATH, {"prompt": "red cube", **field})
+        status, response = tiny_server.post({"prompt": "red cube", **field}, CODES_PATH)
         assert (status, response["error"]["param"]) == (400, *field)
-    status, response = post(glm_server, "/v1/images/generations", {"prompt": "a fox"})
+    status, response = glm_server.post({"prompt": "a fox"})
     assert (status, "POST to /v1/images/codes" in response["error"]["message"]) == (400, True)
-    (model,) = glm_server.get("/v1/models")[1]["data"]
-    assert (model["lantern"]["images"], tiny_server.get("/v1/models")[1]["data"][0]["lantern"]["images"]) == (
-        False,
-        True,
-    )
+    for server, makes_images in ((glm_server, False), (tiny_server, True)):
+        (model,) = server.get("/v1/models")[1]["data"]
+        assert model["lantern"]["images"] == makes_images
 
 
 def test_fifty_concurrent_clients_get_the_right_codes_and_disconnected_clients_are_cancelled(
@@ -271,23 +250,19 @@ def test_fifty_concurrent_clients_get_the_right_codes_and_disconnected_clients_a
     def request_codes(client_number: int) -> None:
         seed = client_number % 5
         if client_number % 2:
-            _, response = post(glm_server, "/generate", make_sglang_body(GREEDY_TRACES[1], seed))
+            _, response = glm_server.post(make_sglang_body(GREEDY_TRACES[1], seed), GENERATE)
             codes = response["output_ids"]
         else:
-            body = {
-                "prompt": GREEDY_TRACES[1]["prompt"],
-                "size": make_pipeline_arguments(GREEDY_TRACES[1])["size"],
-                "seed": seed,
-                "temperature": 1.0,
-            }
-            _, response = post(glm_server, CODES_PATH, body)
+            size = make_pipeline_arguments(GREEDY_TRACES[1])["size"]
+            body = {"prompt": GREEDY_TRACES[1]["prompt"], "size": size, "seed": seed, "temperature": 1.0}
+            _, response = glm_server.post(body, CODES_PATH)
             codes = [*chain(*response["data"][0]["first_codes"], *response["data"][0]["codes"])]
         if codes != expected[seed]:
             mismatches.append((client_number, response))
 
     def disconnect_during_request() -> None:
         body = json.dumps(make_batch_body(*[make_sglang_body(GREEDY_TRACES[0])] * 4)).encode()
-        with glm_server.connect(format_head("/generate", "application/json", len(body)) + body):
+        with glm_server.connect(format_head(GENERATE, "application/json", len(body)) + body):
             wait_until(lambda: glm_server.read_metric("lantern_images_running", model="tiny-glm-image") > 0)
 
     threads = [threading.Thread(target=request_codes, args=(number,)) for number in range(50)]
@@ -309,20 +284,19 @@ def test_api_keys_deadlines_and_sigterm_apply_to_sglang_requests(
     arguments = [glm_image_bundle, "--threads", 1, "--batch", 1, "--api-key-file", tmp_path / "keys"]
     server = start_server(*arguments, "--deadline", 0.01)
     key = {"authorization": "Bearer secret"}
-    assert post(server, "/generate", make_sglang_body(GREEDY_TRACES[0]))[0] == 401
-    status, _ = post(server, "/generate", make_batch_body(*[make_sglang_body(GREEDY_TRACES[0])] * 8), **key)
+    assert server.post(make_sglang_body(GREEDY_TRACES[0]), GENERATE)[0] == 401
+    status, _ = server.post(make_batch_body(*[make_sglang_body(GREEDY_TRACES[0])] * 8), GENERATE, **key)
     assert status in (429, 504)  # busy, or the deadline of 10 ms was exceeded
     wait_until(lambda: server.read_request_log() != [] and server.read_request_log()[-1]["key"] == "sglang")
     server.stop()
     server = start_server(*arguments)
     responses: list[Any] = []
     request_thread = threading.Thread(
-        target=lambda: responses.append(post(server, "/generate", make_sglang_body(GREEDY_TRACES[0], top_k=1), **key))
+        target=lambda: responses.append(server.post(make_sglang_body(GREEDY_TRACES[0], top_k=1), GENERATE, **key))
     )
     request_thread.start()
     wait_until(lambda: server.read_metric("lantern_images_running", model="tiny-glm-image") > 0)
     assert server.stop() == 0
     request_thread.join()
-    assert [(status, response["output_ids"]) for status, response in responses] == [
-        (200, read_published_codes(GREEDY_TRACES[0]))
-    ]
+    ((status, response),) = responses
+    assert (status, response["output_ids"]) == (200, read_published_codes(GREEDY_TRACES[0]))

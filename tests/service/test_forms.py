@@ -23,13 +23,7 @@ MAX_FORM_BYTES = 8 << 20
 
 
 def parse_form(body: bytes, content_type: str = FORM, sizes: tuple[int, ...] = (1 << 16,)) -> EditRequest:
-    """Parse a form that is received in pieces.
-
-    Args:
-        body: bytes of the form.
-        content_type: content type with the boundary.
-        sizes: sizes of the pieces in bytes; the sequence repeats until the end of the body.
-    """
+    """Parse a form that is received in pieces of these sizes, which repeat until its end."""
     parser = FormBodyParser(content_type, MAX_TEXT_BYTES)
     position = i = 0
     while position < len(body):
@@ -175,13 +169,7 @@ content_types = st.sampled_from(
 
 
 def mutate_body(body: bytearray, rng: random.Random, count: int) -> bytearray:
-    """Delete, insert, repeat or cut off bytes at random positions.
-
-    Args:
-        body: bytes to change in place.
-        rng: generator that chooses positions and changes.
-        count: number of changes.
-    """
+    """Delete, insert, repeat or cut off bytes of `body` at random positions."""
     for _ in range(count):
         at, end = sorted(rng.randrange(len(body) + 1) for _ in range(2))
         kind = rng.randrange(4)
@@ -197,14 +185,7 @@ def mutate_body(body: bytearray, rng: random.Random, count: int) -> bytearray:
 
 
 def send_form(server: RunningServer, content_type: str, body: bytes, disconnect_early: bool) -> int | None:
-    """Send a form and return the status of the response, which must arrive within 20 seconds.
-
-    Args:
-        server: server that receives the form.
-        content_type: content type of the form.
-        body: bytes of the form.
-        disconnect_early: whether to disconnect after half of the body; None is returned then.
-    """
+    """Return the status of the response, which must arrive within 20 s; None if disconnected after half of the body."""
     with server.connect(format_head(EDITS, content_type, len(body)) + body[: len(body) // 2]) as connection:
         if disconnect_early:
             return None

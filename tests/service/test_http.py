@@ -90,7 +90,8 @@ def test_a_request_that_exceeds_its_deadline_gets_status_504(scenes_server: Runn
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_images_of_a_disconnected_client_are_cancelled(scenes_server: RunningServer, stream: bool) -> None:
-    aborted_before = scenes_server.read_metric("lantern_aborted_total", model="scenes", reason="disconnected")
+    labels = {"model": "scenes", "reason": "disconnected"}
+    aborted_before = scenes_server.read_metric("lantern_aborted_total", **labels)
     body = {"prompt": "a red sphere on sand", "method": "ar", "n": 1 if stream else 4}
     body |= {"stream": True, "steps": True} if stream else {}
     with scenes_server.open_request(body) as connection:
@@ -98,12 +99,7 @@ def test_the_images_of_a_disconnected_client_are_cancelled(scenes_server: Runnin
         if stream:
             assert connection.getresponse().read(5)
     wait_until(lambda: scenes_server.read_metric("lantern_images_running", model="scenes") == 0)
-    wait_until(
-        lambda: (
-            scenes_server.read_metric("lantern_aborted_total", model="scenes", reason="disconnected")
-            == aborted_before + 1
-        )
-    )
+    wait_until(lambda: scenes_server.read_metric("lantern_aborted_total", **labels) == aborted_before + 1)
     wait_until(lambda: scenes_server.read_request_log()[-1]["status"] == 499)
 
 
@@ -111,9 +107,8 @@ def test_step_events_report_how_every_code_was_generated(scenes_server: RunningS
     # d: accepted draft token; r: accepted by relaxation; x: sampled after a rejected draft token; n: no draft token
     kinds_by_method: dict[str, set[str]] = {}
     for method in ("ar", "sjd:window=3", "eagle", "lantern++:lambda=8"):
-        fields = {"prompt": "a red sphere on sand", "seed": 1, "method": method, "stream": True, "steps": True}
-        _, _, body = scenes_server.request("POST", GENERATIONS, json.dumps(fields).encode(), JSON)
-        *steps, (event_type, last_event) = parse_events(body)
+        fields = {"prompt": "a red sphere on sand", "seed": 1, "method": method}
+        *steps, (event_type, last_event) = scenes_server.stream(fields)
         assert event_type == "image_generation.completed"
         assert {step_type for step_type, _ in steps} == {"lantern.step"}
         kinds = "".join(data["kinds"] for _, data in steps)
@@ -127,23 +122,23 @@ def test_step_events_report_how_every_code_was_generated(scenes_server: RunningS
 
 
 def test_requests_are_counted_and_logged_without_prompts(tiny_server: RunningServer) -> None:
-    names = ("lantern_requests_total", "lantern_tokens_total", "lantern_target_passes_total")
-    labels: list[dict[str, str]] = [{"model": "tiny", "code": "200"}, {"model": "tiny"}, {"model": "tiny"}]
+    def read_counts() -> tuple[float, float, float]:
+        """Return the numbers of accepted requests, tokens and passes."""
+        requests = tiny_server.read_metric("lantern_requests_total", model="tiny", code="200")
+        tokens, passes = (
+            tiny_server.read_metric(f"lantern_{name}_total", model="tiny") for name in ("tokens", "target_passes")
+        )
+        return requests, tokens, passes
+
     tiny_server.post({"prompt": "red cube"}, **{"x-request-id": "mine-0"})
     tiny_server.wait_for_log_line("mine-0")  # earlier requests are counted now
-    counts_before = [
-        tiny_server.read_metric(name, **sample_labels) for name, sample_labels in zip(names, labels, strict=True)
-    ]
+    requests, tokens, passes = read_counts()
     headers = {"x-request-id": "mine-1"}
     assert tiny_server.post({"prompt": "red cube", "n": 2, "method": "ar", "seed": 1}, **headers)[0] == 200
     line = tiny_server.wait_for_log_line("mine-1")
-    counts_after = [
-        tiny_server.read_metric(name, **sample_labels) for name, sample_labels in zip(names, labels, strict=True)
-    ]
-    assert [count_after - count_before for count_after, count_before in zip(counts_after, counts_before, strict=True)][
-        :2
-    ] == [1, 72]
-    assert counts_after[2] - counts_before[2] >= 72, "a tie of two tokens takes another forward pass"
+    requests_after, tokens_after, passes_after = read_counts()
+    assert (requests_after - requests, tokens_after - tokens) == (1, 72)
+    assert passes_after - passes >= 72, "a tie of two tokens takes another forward pass"
     assert (line["status"], line["method"], line["images"]) == (200, "ar", 2)
     assert tiny_server.post({"prompt": "red dragon"}, **{"x-request-id": "mine-2"})[0] == 400
     assert tiny_server.post(b'{"prompt": "red dragon', **{"x-request-id": "mine-3"})[0] == 400
@@ -198,13 +193,9 @@ def multi_model_server(
     c2i_bundle: Path,
     simplear_bundle: Path,
 ) -> RunningServer:
-    """Start a server of four models, which accepts requests from pages of https://example.org.
-
-    The models have one image size, several sizes, class conditions, and several sizes again.
-    """
-    return start_server(
-        tiny_folder, lumina_bundle, c2i_bundle, simplear_bundle, "--threads=1", "--cors=https://example.org"
-    )
+    """Start a server of four models: one image size, several, class conditions, and again several."""
+    bundles = (tiny_folder, lumina_bundle, c2i_bundle, simplear_bundle)
+    return start_server(*bundles, "--threads=1", "--cors=https://example.org")
 
 
 def test_only_origins_in_option_cors_get_cors_headers(multi_model_server: RunningServer) -> None:
@@ -212,10 +203,9 @@ def test_only_origins_in_option_cors_get_cors_headers(multi_model_server: Runnin
     assert headers["access-control-allow-origin"] == "https://example.org"
     _, headers, _ = multi_model_server.request("GET", "/v1/models", headers={"origin": "https://example.com"})
     assert "access-control-allow-origin" not in headers
-    request_headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
-    request_headers["access-control-request-headers"] = (
-        "authorization,content-type,x-stainless-os,x-stainless-retry-count"
-    )
+    names = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+    request_headers = {"access-control-request-method": "POST", "access-control-request-headers": names}
+    request_headers["origin"] = "https://example.org"
     assert multi_model_server.request("OPTIONS", GENERATIONS, headers=request_headers)[0] == 200
 
 
@@ -350,12 +340,7 @@ def test_callers_are_keys_addresses_and_ipv6_networks(key_name: str, client: str
 
 
 async def send_to_backend(backend: Any, content: Any) -> list[Any]:
-    """Return the ASGI messages of the images endpoint for a request to one backend.
-
-    Args:
-        backend: backend of the only model.
-        content: JSON content of the request body; None sends no body.
-    """
+    """Return the ASGI messages of the images endpoint for a request to one backend; None as content sends no body."""
     state = ServerState(ServerLimits(body_timeout=0.05))
     state.backends = {"slow": backend}
     messages = await send_to_app(ImagesEndpoint(state), GENERATIONS, content)
@@ -364,13 +349,6 @@ async def send_to_backend(backend: Any, content: Any) -> list[Any]:
 
 
 async def send_to_app(app: Any, path: str, content: Any = None) -> list[Any]:
-    """Return the ASGI messages of an application for a request.
-
-    Args:
-        app: ASGI application.
-        path: path of the request.
-        content: JSON content of the request body; None sends no body.
-    """
     bodies = iter([json.dumps(content).encode()] if content else [])
     messages: list[Any] = []
 
@@ -388,7 +366,6 @@ async def send_to_app(app: Any, path: str, content: Any = None) -> list[Any]:
 
 
 def make_scope(path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Return the ASGI scope that the application passes to an endpoint."""
     method = "POST" if path in (GENERATIONS, EDITS) else "GET"
     state = {"record": RequestRecord("1", "", path)}
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "state": state}

@@ -41,11 +41,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def list_cases(parameters: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and a value of optional parameters: null if the type allows null, and the default.
-
-    Args:
-        parameters: a `TypedDict` of the client with the parameters of an endpoint.
-    """
+    """Yield names and values of a `TypedDict`'s optional parameters: null if the type allows it, and the default."""
     for name, hint in get_type_hints(parameters).items():
         if name in parameters.__required_keys__:
             continue
@@ -65,15 +61,7 @@ def client(tiny_server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 def request_image(client: openai.OpenAI, method: str, **fields: Any) -> Any:
-    """Send a request; return the image data, or the field and the message of the error.
-
-    Edits and variations always fail, as the bundle has no image encoder. Errors of fields come before this error.
-
-    Args:
-        client: client of the server.
-        method: method of `client.images`.
-        fields: additional parameters of the method.
-    """
+    """Return the image data, or the field and message of the error: edits fail, but after the checks of fields."""
     file = io.BytesIO()
     Image.new("RGB", (24, 24)).save(file, "PNG")
     image = {} if method == "generate" else {"image": ("a.png", file.getvalue())}

@@ -1,12 +1,10 @@
-"""Test the origins of option `--cors` and the host names that a loopback server accepts."""
+"""Test the origins of option `--cors`."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import pytest
 from refusals import catch_error
+from starlette.testclient import TestClient
 
 from lantern_rt import RequestError
 from lantern_rt.serve.app import make_app
@@ -14,37 +12,11 @@ from lantern_rt.serve.server import Server
 from lantern_rt.serve.state import ServerLimits, ServerState
 
 
-def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
-    """Send a GET request with one header to an ASGI application; return the status and the response headers.
-
-    Args:
-        app: ASGI application.
-        header: name of the request header.
-        value: value of the request header.
-    """
-    messages: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        messages.append(message)
-
-    scope = {"type": "http", "method": "GET", "path": "/livez", "query_string": b"", "root_path": ""}
-    asyncio.run(app({**scope, "headers": [(header.encode(), value.encode())]}, receive, send))
-    return {"status": messages[0]["status"], "headers": dict(messages[0]["headers"])}
-
-
 def is_allowed(option_origin: str, header_origin: str) -> bool:
-    """Return whether a server may be read by pages of another origin.
-
-    Args:
-        option_origin: origin in option `--cors`.
-        header_origin: origin header that the browser sends for the page.
-    """
-    app = make_app(ServerState(ServerLimits()), allowed_origins=[option_origin])
-    allowed_origin = send_request(app, "origin", header_origin)["headers"].get(b"access-control-allow-origin")
-    return allowed_origin in (b"*", header_origin.encode())
+    """Return whether pages of `header_origin` may read a server with this option `--cors`."""
+    client = TestClient(make_app(ServerState(ServerLimits()), allowed_origins=[option_origin]))
+    response = client.get("/livez", headers={"origin": header_origin})
+    return response.headers.get("access-control-allow-origin") in ("*", header_origin)
 
 
 @pytest.mark.parametrize(
@@ -67,55 +39,15 @@ def test_an_allowed_origin_matches_the_origin_header_of_browsers(option_origin: 
     assert option_origin == "*" or not is_allowed(option_origin, "https://other.example")
 
 
-@pytest.mark.parametrize(
-    "option_origin",
-    [
-        "",
-        "ui.example",
-        "ui.example:8080",
-        "null",
-        "https://",
-        "https://ui.example/app",
-        "https://ui.example//",
-        "https://ui.example?x",
-        "https://user@ui.example",
-        "https://*.example",
-        "https://a.example,https://b.example",
-        "https://a.example https://b.example",
-        "https://a.example;https://b.example",
-        "https://ui.example:99999",
-        "file:///home",
-    ],
-)
+INVALID_ORIGINS = ["", "ui.example", "ui.example:8080", "null", "file:///home", "https://", "https://ui.example/app"]
+INVALID_ORIGINS += [f"https://{rest}" for rest in ("ui.example//", "ui.example?x", "user@ui.example", "*.example")]
+INVALID_ORIGINS += [f"https://a.example{separator}https://b.example" for separator in ", ;"]
+
+
+@pytest.mark.parametrize("option_origin", [*INVALID_ORIGINS, "https://ui.example:99999"])
 def test_an_invalid_origin_is_rejected_before_the_port_is_opened(
     option_origin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.serve.server.open_listening_socket", lambda *_: pytest.fail("a port was opened"))
     error = catch_error(RequestError, Server, {}, port=0, allowed_origins=[option_origin])
     assert (error.field, error.found) == ("cors", repr(option_origin))
-
-
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost", 200),
-        ("LOCALHOST:8000", 200),
-        ("localhost.", 200),
-        ("localhost.:8000", 200),
-        ("images.localhost", 200),
-        ("a.b.localhost:8080", 200),
-        ("images.localhost.", 200),
-        ("127.0.0.1:8000", 200),
-        ("[::1]:8000", 200),
-        ("notlocalhost", 403),
-        ("localhost.evil.example", 403),
-        ("localhost..", 403),
-        ("evil.example", 403),
-        (".", 403),
-    ],
-)
-def test_a_loopback_server_accepts_only_ip_addresses_and_localhost_names_as_host(host: str, status: int) -> None:
-    assert (
-        send_request(make_app(ServerState(ServerLimits()), allowed_hosts={"localhost"}), "host", host)["status"]
-        == status
-    )

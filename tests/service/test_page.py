@@ -21,7 +21,7 @@ from browser_page import (
     read_statistics,
 )
 from playwright.sync_api import Page, Route, expect
-from running_server import GENERATIONS, RunningServer, wait_until
+from running_server import GENERATIONS, JSON, RunningServer, wait_until
 
 from lantern_rt import open_bundle
 from lantern_rt.text.words import ANY_WORDS_SERVED
@@ -39,9 +39,8 @@ def test_the_page_shows_partial_images_during_generation(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("Done in")
     expect(page.locator(".count")).to_have_text(f"{NUM_CODES} of {NUM_CODES} tokens")
     assert page.evaluate("window.seen.size") > 4
-    assert (
-        page.locator(".stage img").evaluate("image => image.naturalWidth") == open_bundle("scenes").manifest.image_width
-    )
+    width = page.locator(".stage img").evaluate("image => image.naturalWidth")
+    assert width == open_bundle("scenes").manifest.image_width
 
 
 def test_the_map_and_the_table_show_how_the_codes_were_generated(page: Page) -> None:
@@ -52,9 +51,8 @@ def test_the_map_and_the_table_show_how_the_codes_were_generated(page: Page) -> 
     assert sum(int(table[name][0]) for name in kind_names) == NUM_CODES
     assert int(table["drafted and accepted"][0]) > 0
     assert table["accepted by relaxation"] == table["Change per token (TVD)"] == ["0"]
-    assert float(table["Tokens per forward pass"][0]) == pytest.approx(
-        NUM_CODES / int(table["Target passes"][0]), abs=0.01
-    )
+    passes = int(table["Target passes"][0])
+    assert float(table["Tokens per forward pass"][0]) == pytest.approx(NUM_CODES / passes, abs=0.01)
     assert page.locator(".map").get_attribute("aria-label").startswith(f"Map of {NUM_CODES} tokens: ")
     expect(page.locator(".how")).to_contain_text("sjd:window=")
     assert page.locator("#method option").all_inner_texts()[:3] == ["strict: exact", "balanced", "fast"]
@@ -171,9 +169,7 @@ def test_every_request_has_a_new_seed_until_the_user_keeps_or_enters_a_seed(page
     assert request_seed() == 77
 
 
-def test_several_images_on_the_page_equal_the_images_of_one_api_request(
-    page: Page, scenes_server: RunningServer
-) -> None:
+def test_several_images_on_the_page_equal_those_of_an_api_request(page: Page, scenes_server: RunningServer) -> None:
     assert page.locator("#count").get_attribute("max") == "10"
     page.fill("#seed", "5")
     page.fill("#count", "3")
@@ -212,12 +208,9 @@ def test_selecting_an_earlier_image_shows_the_image_with_its_statistics(page: Pa
     assert decode_image(download_image(page)).shape == (256, 256, 3)
 
 
-def test_the_oldest_images_are_removed_from_the_history_and_their_memory_is_freed(
-    page: Page, scenes_server: RunningServer
-) -> None:
-    fields = {"prompt": "a cube", "seed": 1, "stream": True, "steps": True}
-    headers = {"content-type": "application/json"}
-    _, _, body = scenes_server.request("POST", GENERATIONS, json.dumps(fields).encode(), headers)
+def test_the_oldest_images_leave_the_history_and_their_memory(page: Page, scenes_server: RunningServer) -> None:
+    fields = json.dumps({"prompt": "a cube", "seed": 1, "stream": True, "steps": True}).encode()
+    _, _, body = scenes_server.request("POST", GENERATIONS, fields, JSON)
     page.route("**/generations", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.evaluate("const free = URL.revokeObjectURL; URL.revokeObjectURL = (url) => { freed.add(url); free(url); };"
                   "window.freed = new Set();")  # fmt: skip
@@ -293,9 +286,7 @@ def test_the_page_asks_for_an_api_key_if_the_server_requires_a_key(page: Page) -
     expect(page.locator(".command")).to_contain_text("Bearer $LANTERN_RT_API_KEY")
 
 
-def test_a_class_conditional_model_can_be_selected_and_takes_a_class_id(
-    page: Page, scenes_server: RunningServer
-) -> None:
+def test_a_class_conditional_model_can_be_selected_with_a_class_id(page: Page, scenes_server: RunningServer) -> None:
     models = scenes_server.get("/v1/models")[1]["data"]
     classes = {"takes": "class", "classes": 1000, "methods": ["ar", "sjd"], "examples": []}
     models.append(models[0] | {"id": "classes", "lantern": models[0]["lantern"] | classes})

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from PIL import Image
-from running_server import GENERATIONS, RunningServer, parse_events, wait_until
+from running_server import GENERATIONS, JSON, RunningServer, parse_events, wait_until
 
 from lantern_rt import Pipeline
 
@@ -44,12 +44,7 @@ GROWING = {
 
 
 class Application(RunningServer):
-    """A client of a Ray Serve application, with the methods of `RunningServer`.
-
-    Args:
-        address: host and port of the Ray Serve proxy.
-        path_prefix: path of the application.
-    """
+    """A client of a Ray Serve application, with the methods of `RunningServer`."""
 
     def __init__(self, address: str, path_prefix: str) -> None:
         self.address = address
@@ -57,11 +52,7 @@ class Application(RunningServer):
 
 
 class RayCluster:
-    """A Ray cluster of two nodes with two applications: `steady` has two replicas, `growing` has one or two replicas.
-
-    Args:
-        folder: folder for the configuration and the log of Ray Serve.
-    """
+    """A Ray cluster of two nodes; of its applications, `steady` has two replicas, and `growing` one or two."""
 
     def __init__(self, folder: Path) -> None:
         node: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 << 20}
@@ -100,7 +91,6 @@ class RayCluster:
             return False
 
     def count_replicas(self, name: str) -> int:
-        """Return the number of replicas of the bundle `scenes` in the application `name`."""
         title = f"ray::ServeReplica:{name}:scenes"
         processes = psutil.Process().children(recursive=True)
         return sum(_read_command_line(process).startswith(title) for process in processes)
@@ -117,7 +107,6 @@ class RayCluster:
 
 
 def _read_command_line(process: psutil.Process) -> str:
-    """Return the command line of a process; an empty string if the process has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -178,8 +167,7 @@ def test_replicas_are_added_under_load_and_removed_when_idle(cluster: RayCluster
 def test_requests_beyond_the_queue_get_status_429_with_a_retry_time(cluster: RayCluster) -> None:
     def request_image(seed: int) -> tuple[int, dict[str, str], bytes]:
         request_body = {"prompt": PROMPTS[0], "seed": seed, "method": "sjd", "deadline": 10}
-        headers = {"content-type": "application/json"}
-        return cluster.growing.request("POST", GENERATIONS, json.dumps(request_body).encode(), headers)
+        return cluster.growing.request("POST", GENERATIONS, json.dumps(request_body).encode(), JSON)
 
     with ThreadPoolExecutor(30) as pool:
         responses = [*pool.map(request_image, range(30))]
@@ -191,13 +179,9 @@ def test_requests_beyond_the_queue_get_status_429_with_a_retry_time(cluster: Ray
         assert 1 <= int(headers["retry-after"]) < 600  # seconds, which depend on the speed of this host
 
 
-def test_requests_of_a_removed_node_give_the_same_images_on_another_node(
-    cluster: RayCluster, scenes_pipe: Pipeline
-) -> None:
+def test_requests_of_a_removed_node_give_the_same_images_elsewhere(cluster: RayCluster, scenes_pipe: Pipeline) -> None:
     requests = [{"prompt": PROMPTS[i % 3], "seed": i, "method": METHODS[i % 4]} for i in range(20)]
-    expected = [
-        scenes_pipe(request["prompt"], seed=request["seed"], method=request["method"] or "ar") for request in requests
-    ]
+    expected = [scenes_pipe(**request | {"method": request["method"] or "ar"}) for request in requests]
     streams_started = Event()
     chunk_count = count()
     lost_before = cluster.read_log().count("lost a replica")

@@ -32,13 +32,7 @@ PROMPT = "red cube"
 
 
 class FakeReplicaResponse:
-    """A stand-in for the streamed response of a Ray Serve handle, which can fail after a number of updates.
-
-    Args:
-        updates: asynchronous iterator of the replica's updates.
-        num_updates: number of updates before the failure; None for a response that does not fail.
-        error: exception to raise at the failure.
-    """
+    """A stand-in for the streamed response of a Ray Serve handle, which raises `error` after `num_updates` updates."""
 
     def __init__(self, updates: Any, num_updates: int | None, error: BaseException) -> None:
         self._updates = updates
@@ -60,14 +54,7 @@ class FakeReplicaResponse:
 
 
 class FakeReplicaHandle:
-    """A stand-in for a Ray Serve handle, whose first calls fail.
-
-    Args:
-        replica: replica that handles all calls in this process.
-        failures: failure of each call in order: an exception to raise at once, or the number of updates before
-            `error` is raised. Later calls do not fail.
-        error: exception of a replica that dies; None for `ActorUnavailableError`.
-    """
+    """A stand-in for a Ray Serve handle; a failure is an exception, or the updates of a call before `error`."""
 
     def __init__(self, replica: Any, *failures: int | Exception, error: Exception | None = None) -> None:
         self._replica = replica
@@ -94,12 +81,6 @@ def replica(tiny_folder: Path) -> Replica:
 
 
 def collect_updates(replica_handle: FakeReplicaHandle, **options: Any) -> list[Any]:
-    """Send a request to a Ray backend; return all updates of the backend.
-
-    Args:
-        replica_handle: handle of the backend's replicas.
-        options: additional fields of the request.
-    """
     request = ImagesRequest(prompt=PROMPT, seed=3, deadline=600, **options)
 
     async def collect() -> list[Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import GENERATIONS, RunningServer, parse_events, wait_until
+from running_server import RunningServer, wait_until
 
 from lantern_rt.subjects.image_files import BYTES_LIMIT
 
@@ -81,13 +81,9 @@ def site(servers: list[RunningServer], tmp_path: Path) -> Iterator[NginxSite]:
 
 def request_stream(site: NginxSite, seed: int) -> tuple[int, str]:
     """Send a request for a streamed image; return the status and the image in base64."""
-    content = {"prompt": "red cube", "seed": seed, "stream": True, "steps": True}
-    status, _, body = site.request(
-        "POST", GENERATIONS, json.dumps(content).encode(), {"content-type": "application/json"}
-    )
-    kind, last_event = parse_events(body)[-1]
+    kind, last_event = site.stream({"prompt": "red cube", "seed": seed})[-1]
     assert kind == "image_generation.completed"
-    return status, last_event["b64_json"]
+    return 200, last_event["b64_json"]
 
 
 def request_image(site: NginxSite, seed: int) -> tuple[int, str]:
@@ -123,13 +119,8 @@ def test_rolling_restarts_lose_no_request(
     for thread in threads:
         thread.join()
     assert all(responses_by_seed)
-    wrong_responses = [
-        response
-        for seed, responses in enumerate(responses_by_seed)
-        for response in responses
-        if response != expected[seed]
-    ]
-    assert wrong_responses == []
+    for responses, right_response in zip(responses_by_seed, expected, strict=True):
+        assert [response for response in responses if response != right_response] == []
 
 
 def test_nginx_has_the_body_limit_of_the_server_and_hides_the_metrics(site: NginxSite) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from running_server import GENERATIONS, RunningServer, parse_events
+from running_server import RunningServer
 
 from lantern_rt.cli.app import app
 from lantern_rt.serve.protocol import ImagesRequest
@@ -24,7 +24,6 @@ ADDRESS = "localhost:8000"
 
 
 def read_blocks(language: str, text: str = PAGE) -> list[str]:
-    """Return the code blocks of a language."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
@@ -51,12 +50,7 @@ def describe_types(value: Any) -> Any:
 
 
 def send_curl_request(server: RunningServer, command: str) -> Any:
-    """Send the request of a documented curl command to the server; return the parsed JSON response.
-
-    Args:
-        server: server that receives the request.
-        command: curl command with the options -H and -d only.
-    """
+    """Send the request of a documented curl command, with the options -H and -d only; return the parsed JSON."""
     program, url, *rest = shlex.split(command.replace("\\\n", " "))
     assert (program, url.startswith(ADDRESS)) == ("curl", True)
     options = dict(zip(rest[::2], rest[1::2], strict=True))
@@ -96,20 +90,16 @@ def test_an_unsupported_size_gets_the_documented_error(scenes_server: RunningSer
 
 
 def test_a_stream_has_the_documented_events_and_fields(tiny_server: RunningServer) -> None:
-    request_fields = {"prompt": "red cube", "method": "ar", "stream": True, "partial_images": 1, "steps": True}
-    _, _, body = tiny_server.request(
-        "POST", GENERATIONS, json.dumps(request_fields).encode(), {"content-type": "application/json"}
-    )
-    sent_fields = {kind: data.keys() for kind, data in parse_events(body)}
+    events = tiny_server.stream({"prompt": "red cube", "method": "ar", "partial_images": 1})
+    sent_fields = {kind: data.keys() for kind, data in events}
     rows = zip(read_column("Streaming"), read_column("Streaming", 1), strict=True)
     shown_fields = {read_names(kind)[0]: set(read_names(fields)) for kind, fields in rows}
     assert sent_fields.keys() == shown_fields.keys()
     shown_fields["lantern.step"] -= {"steps"}  # the request field that enables these events
     assert sent_fields["lantern.step"] - {"type"} == shown_fields["lantern.step"]
     common_fields = {"created_at", "size", "quality", "background", "output_format", "type"}
-    assert (
-        sent_fields["image_generation.partial_image"] == common_fields | shown_fields["image_generation.partial_image"]
-    )
+    partial = "image_generation.partial_image"
+    assert sent_fields[partial] == common_fields | shown_fields[partial]
     assert sent_fields["image_generation.completed"] == common_fields | {"b64_json", "usage", "lantern"}
 
 
@@ -134,8 +124,7 @@ def test_the_documented_limits_are_the_defaults_of_the_command() -> None:
     with group.make_context("lantern-rt", ["serve"]) as context:
         command = group.get_command(context, "serve")  # type: ignore[attr-defined]
     defaults = {parameter.opts[0]: parameter.default for parameter in command.params}
-    for option, shown_default in zip(
-        read_column("Limits and overload"), read_column("Limits and overload", 1), strict=True
-    ):
+    shown_limits = zip(read_column("Limits and overload"), read_column("Limits and overload", 1), strict=True)
+    for option, shown_default in shown_limits:
         default = defaults[read_names(option)[0]]
         assert shown_default == str(int(default)) if default is not None else not shown_default.isdecimal()

@@ -27,11 +27,7 @@ SLOW_REQUEST = {"prompt": "a red sphere on sand", "method": "ar", "n": 2}
 
 
 def start_request(server: RunningServer, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
-    """Send a request in a thread and wait until the server generates its images.
-
-    Returns:
-        The thread, and a list to which the thread appends the status and the parsed response, or an `OSError`.
-    """
+    """Start a request; return its thread, and a list for the status and parsed response, or an `OSError`."""
     responses: list[Any] = []
 
     def send_request() -> None:

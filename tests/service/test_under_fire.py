@@ -34,17 +34,7 @@ INVALID_BODIES = (
 
 
 class RandomClients:
-    """Concurrent clients that send random requests to one server and check the images of the responses.
-
-    Args:
-        server: server that receives the requests.
-        expected: pixel bytes of each image by method, prompt and seed.
-        seed: seed of the random requests.
-
-    Attributes:
-        outcomes: number of requests by outcome: an HTTP status, or `disconnected`.
-        num_images: number of images that were received and checked.
-    """
+    """Concurrent clients that send random requests and compare the pixels of the responses with `expected`."""
 
     def __init__(self, server: RunningServer, expected: dict[tuple[str, str, int], bytes], seed: int) -> None:
         self.server = server
@@ -112,15 +102,7 @@ class RandomClients:
             self.check_images(json.loads(content), method, prompt, seed, body_fields["n"])
 
     def check_images(self, response: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
-        """Check that the images of a response are equal to the images of the pipeline.
-
-        Args:
-            response: parsed JSON response, or data of the last event of a stream.
-            method: decoding method of the request.
-            prompt: prompt of the request.
-            seed: seed of the first image.
-            count: number of images of the request.
-        """
+        """Check that the images of a response are equal to the images of the pipeline."""
         files = (
             [image_data["b64_json"] for image_data in response["data"]]
             if "data" in response

@@ -23,13 +23,7 @@ TOLERANCE = 1e-9  # products of conditional probabilities have a relative error 
 
 
 def enumerate_outcomes(tree: DraftTree, target: Any, rule: RelaxationSettings) -> Iterator[tuple[float, Acceptance]]:
-    """Yield every outcome of `verify_tree_relaxed` with its probability.
-
-    The bonus token is not sampled: each outcome has the distribution of the bonus token, `bonus_distribution`.
-
-    Args:
-        target: function of a node that returns the target's distribution after the node, `[vocabulary]`.
-    """
+    """Yield every outcome of `verify_tree_relaxed` with its probability, and the bonus token's distribution in it."""
     total = 0.0
     for script in Script(seed=0).follow_all_plans():
         script.follows_plan = True
@@ -58,16 +52,7 @@ def enumerate_ordered_samples(q: Probabilities, count: int) -> Iterator[tuple[fl
 def compute_step_distribution(
     p: Probabilities, drafts: list[tuple[float, tuple[int, ...]]], q: Probabilities | None, rule: RelaxationSettings
 ) -> tuple[Probabilities, float]:
-    """Compute the exact result of an acceptance step, without sampling.
-
-    Args:
-        p: the target's distribution, `[vocabulary]`.
-        q: distribution from which the draft tokens were sampled, `[vocabulary]`; None if the draft tokens are fixed.
-
-    Returns:
-        Distribution of the first token that the step commits, `[vocabulary]`, and the expected value of the total
-        variation distance (TVD) that the step reports.
-    """
+    """Return the exact distribution of the first committed token, and the expected TVD that the step reports."""
     output = np.zeros_like(p)
     realised = 0.0
     for draft_probability, codes in drafts:

@@ -35,11 +35,7 @@ def write_bundle_manifest(folder: Path, manifest: dict[str, Any], rehash: bool =
 
 
 def set_manifest_field(manifest: dict[str, Any], path: str, value: object) -> None:
-    """Set or remove a field of a manifest.
-
-    Args:
-        value: new value; None removes the field.
-    """
+    """Set a field of a manifest, or remove it if `value` is None."""
     *outer, last = path.split(".")
     container: Any = manifest
     for key in outer:

@@ -19,11 +19,7 @@ def ignore_progress(stage: str, done: int = 0, total: int = 0) -> None:
 
 
 def make_feature_graph(path: Path, pooled: bool = True, size: int | str = "side") -> Path:
-    """Write an ONNX graph that computes features of images.
-
-    Args:
-        pooled: whether the features are the mean colour, `[n, 3]`, rather than all pixels.
-    """
+    """Write an ONNX graph of features: all pixels of an image, or if `pooled` the mean colour, `[n, 3]`."""
     shape = ("n", 3, size, size)
     nodes = [helper.make_node("Identity", ["pixels"], ["features"])]
     constants = []
@@ -47,13 +43,7 @@ def make_feature_graph(path: Path, pooled: bool = True, size: int | str = "side"
 def make_agreement_graph(
     path: Path, length: int | str = "length", mask: bool = False, every_pair: bool = False
 ) -> Path:
-    """Write an ONNX graph that measures how well an image agrees with a prompt.
-
-    The agreement is the mean value of the image plus ten times the sum of the token ids.
-
-    Args:
-        every_pair: whether the output is the agreement of every image with every text, `[n, n]`, rather than `[n]`.
-    """
+    """Write an ONNX graph of prompt agreement: the mean value of the image plus ten times the sum of the token ids."""
     nodes = [
         helper.make_node("ReduceMean", ["pixels", "places"], ["brightness"], keepdims=int(every_pair)),
         helper.make_node("Cast", ["mask" if mask else "one"], ["shown"], to=TensorProto.BOOL),
@@ -89,10 +79,7 @@ def make_agreement_graph(
 
 
 def add_vq_encoder(folder: Path) -> Path:
-    """Add an image encoder to a tiny bundle, and return the folder of the bundle.
-
-    The output of the encoder is the mean colour of each cell of the grid, `[n, 3, 6, 6]`.
-    """
+    """Add an image encoder that returns the mean colour of each cell, `[n, 3, 6, 6]`; return the bundle's folder."""
     grid = IMAGE_SIDE // CELL
     graph = helper.make_graph(
         [helper.make_node("AveragePool", ["images"], ["pre_quant"], kernel_shape=[CELL, CELL], strides=[CELL, CELL])],

@@ -30,8 +30,6 @@ SAMPLES = 20  # lines that the program prints
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that the process holds after `count` images or pipelines."""
-
     count: int
     kilobytes: int
     descriptors: int
@@ -73,11 +71,7 @@ def open_pipelines(bundle: str) -> Iterator[int]:
 
 
 def serve_requests(bundle: str) -> Iterator[int]:
-    """Serve eight requests at a time, with all methods; yield the number of images so far.
-
-    About a quarter of the requests is cancelled.
-    The tokens of every other image must be the tokens that the pipeline generates for the request alone.
-    """
+    """Serve eight requests at a time and cancel a quarter; every other image is compared with the pipeline's."""
     pipe = Pipeline.from_bundle(bundle, threads=2)
     rng = random.Random(0)
     count = 0

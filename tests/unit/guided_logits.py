@@ -17,10 +17,6 @@ def make_sampler(sampling: Sampling, codes: int = 1) -> Sampler:
 
 
 def mix_guided_logits(logits: NDArray[Any], sampling: Sampling) -> NDArray[np.float32]:
-    """Return guided logits `[codes, vocabulary]` of an image.
-
-    Args:
-        logits: conditional and, if guided, unconditional logits, `[1 or 2, codes, vocabulary]`.
-    """
+    """Return guided logits `[codes, vocabulary]` from logits `[1 or 2, codes, vocabulary]`."""
     count = logits.shape[1]
     return make_sampler(sampling, count).guidance.mix_logits(logits, range(count))

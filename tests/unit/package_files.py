@@ -24,10 +24,7 @@ RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
 def find_package_files() -> dict[str, Path]:
-    """Return the file of every module in `LAYERS`, by dotted name.
-
-    The file `__init__.py` of a package has the name of the package.
-    """
+    """Return the file of every module in `LAYERS`, by dotted name; a package's is its `__init__.py`."""
     files: dict[str, Path] = {}
     for root in map(Path, lantern_rt.__path__):
         for name in RANKS:

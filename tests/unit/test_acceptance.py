@@ -275,15 +275,7 @@ def test_the_tvd_of_sibling_draft_tokens_is_within_the_bound(
 def compute_joint_step_distribution(
     tree: DraftTree, p: dict[int, Probabilities], rule: RelaxationSettings | None
 ) -> tuple[NDArray[np.float64], float]:
-    """Compute the exact result of a step that commits two tokens, without sampling.
-
-    Args:
-        p: distribution of the second token by first token; the key -1 has the distribution of the first token.
-
-    Returns:
-        Joint distribution of the first two tokens that the step commits, `[vocabulary, vocabulary]`, and the expected
-        value of the TVD that the step reports.
-    """
+    """Return the exact joint distribution of two committed tokens, and the expected TVD that the step reports."""
     output = np.zeros((len(p) - 1,) * 2)
     realised = 0.0
     for weight, accepted in enumerate_outcomes(tree, lambda n: p[-1 if n == 0 else int(tree.tokens[n])], rule):

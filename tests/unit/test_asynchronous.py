@@ -27,7 +27,6 @@ METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5"]
 
 
 def are_same_results(first: Result, second: Result) -> bool:
-    """Return whether two results have the same tokens and pixels."""
     pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
     return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 

@@ -99,7 +99,6 @@ TIMED_REQUESTS = st.builds(
 
 
 def generate_alone(request: TimedRequest, method: MethodConfig) -> list[int]:
-    """Return the tokens of a request's image in a batch without other images."""
     return collect_codes(
         decode(
             make_batch_model(), [make_padded_prompt(request.prompt_id)], [request.prompt_id], request.sampling, method

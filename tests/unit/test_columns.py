@@ -15,11 +15,7 @@ MAX_NODES = 20  # per pass
 
 
 class CheckedCache:
-    """A column map and the expected content of the KV cache, where every written node has a number.
-
-    Attributes:
-        numbers: number of the node in each column, `[rows, columns]`; -1 where no node was written.
-    """
+    """A column map, and the number of the node in each column, `[rows, columns]`, -1 where no node was written."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.cache = CacheColumnMap(np.zeros(rows, np.int64), capacity)
@@ -28,15 +24,7 @@ class CheckedCache:
         self.next_number = 0
 
     def run_pass(self, attends_to_entries: Bools, attends_to_nodes: Bools) -> np.ndarray:
-        """Run a pass, check the written columns and the attention mask, and return the numbers of the nodes.
-
-        Args:
-            attends_to_entries: true where a node attends to a committed node, `[rows, nodes, entries]`.
-            attends_to_nodes: true where a node attends to a node of the same pass, `[rows, nodes, nodes]`.
-
-        Returns:
-            Numbers of the nodes, `[rows, nodes]`.
-        """
+        """Run a pass and check columns and mask; return the numbers of its nodes, `[rows, nodes]`."""
         (rows, nodes, _) = attends_to_nodes.shape
         cache = self.cache
         past_length = cache.past_length()
@@ -75,11 +63,6 @@ class CheckedCache:
         return new_numbers
 
     def accept(self, new_numbers: np.ndarray, accepted: list[list[int]]) -> None:
-        """Commit the accepted nodes of each row.
-
-        Args:
-            new_numbers: numbers of the nodes of the last pass, `[rows, nodes]`.
-        """
         self.cache.accept_nodes(self.cache.written_columns, [np.array(nodes, np.int64) for nodes in accepted])
         for row, nodes in enumerate(accepted):
             self.entries[row] += new_numbers[row, nodes].tolist()

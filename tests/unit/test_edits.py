@@ -48,12 +48,7 @@ def encode_image(image: Image.Image, file_format: str = "PNG", **options: Any) -
 
 
 def make_edit(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> ImageEdit:
-    """Prepare an edit at the default size of the bundle.
-
-    Args:
-        mask: mask in any valid format; None if absent.
-        keep_rows: number of grid rows to preserve; None if absent.
-    """
+    """Prepare an edit at the default size of the bundle."""
     return prepare_edit(manifest, manifest.size(), read_image("image", image), mask, keep_rows)
 
 

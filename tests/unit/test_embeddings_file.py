@@ -18,11 +18,7 @@ from lantern_rt.subjects import embeddings as embeddings_module
 
 
 def make_random_embeddings(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:
-    """Return the arrays of an embeddings file for up to three prompts.
-
-    Returns:
-        `embeddings`, float32 `[prompts, tokens, caption_dim]`, and `mask`, bool `[prompts, tokens]`.
-    """
+    """Return the arrays of an embeddings file: `[prompts, tokens, caption_dim]`, and a mask `[prompts, tokens]`."""
     values = np.random.default_rng(1).normal(size=(prompts, tokens, CAPTION)).astype(np.float32)
     return {"embeddings": values, "mask": np.arange(tokens) < np.array([[2], [tokens], [1]])[:prompts]}
 

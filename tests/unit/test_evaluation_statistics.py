@@ -21,10 +21,7 @@ def test_the_distance_of_shifted_features_is_the_squared_shift() -> None:
 
 
 def test_the_distance_of_gaussians_agrees_with_the_formula() -> None:
-    """Compare with a formula for Gaussians whose covariances have the same eigenvectors.
-
-    The formula adds the squared distance of the means and, for each axis, the squared difference of the deviations.
-    """
+    """Compare with a formula for Gaussians whose covariances have the same eigenvectors."""
     rng = np.random.default_rng(1)
     rotation = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     first_scale = np.array([1.0, 2.0, 0.5, 3.0])

@@ -82,7 +82,6 @@ def get_layout(model: ToyModel) -> GroupLayout:
 def generate_images(
     model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
 ) -> list[list[int]]:
-    """Return the tokens of each image in raster order."""
     state = StreamStepBuilder(len(prompts), model.num_codes)
     settings = GenerationSettings(GroupDecoding(), sampling, Size(name="8x8", rows=4, columns=4))
     for step in decode(model, prompts, seeds, sampling, GroupDecoding()):
@@ -92,7 +91,6 @@ def generate_images(
 
 
 def list_passes(model: ToyModel) -> list[tuple[int, int]]:
-    """Return the numbers of batch rows and nodes of every forward pass of the target."""
     assert isinstance(model.target, GroupTarget)
     return model.target.passes
 
@@ -135,11 +133,7 @@ def compute_group_distributions(
 
 
 def average_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArray:
-    """Return the mean of the logits of both heads for the cells of a group, `[cells, vocabulary]`.
-
-    Args:
-        logits: logits for the cells on the right of and below the previous group, `[previous cells, 2 * vocabulary]`.
-    """
+    """Return the mean of the logits of both heads for the cells of a group, `[cells, vocabulary]`."""
     right, below = np.split(logits, 2, 1)
     if number == 0:
         return (right + below) / 2
@@ -155,11 +149,7 @@ def average_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArra
 def generate_reference_image(
     model: ToyModel, prompt: Prompt, sampling: Sampling, choose_token: Callable[[int, NDArray], int]
 ) -> list[int]:
-    """Return the tokens of an image, generated with one distribution per cell.
-
-    Args:
-        choose_token: function that returns the token of a cell, given the cell and the distribution `[vocabulary]`.
-    """
+    """Return the tokens of an image; `choose_token` gets each cell and its distribution."""
     known: dict[int, int] = {}
     for number, group in enumerate(get_layout(model).groups):
         distributions = compute_group_distributions(model, prompt, sampling, number, known)

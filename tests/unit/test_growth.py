@@ -20,10 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def measure_resources(work: str, count: int, folder: Path) -> list[Resources]:
-    """Return the resources of a new process during the second half of a kind of work.
-
-    During the first half, the process allocates memory for every shape of array.
-    """
+    """Return the resources of a new process during the second half of its work, when all shapes have occurred."""
     bundle = make_tiny_bundle(folder / "tiny")
     program = [sys.executable, str(Path(__file__).with_name("growth.py")), work, str(bundle), str(count)]
     environment = os.environ | {"LANTERN_RT_CACHE": str(folder / "cache")}

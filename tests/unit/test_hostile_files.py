@@ -18,7 +18,6 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import MANIFEST_FILE, Bundle, open_bundle
 from lantern_rt.cli.console import print_json, print_sections, print_stderr, print_table, show_progress
-from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
@@ -38,7 +37,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change_manifest(folder: Path, **fields: Any) -> Path:
-    """Replace fields of `bundle.json`."""
     write_bundle_manifest(folder, read_manifest(folder) | fields, rehash=False)
     return folder
 
@@ -106,37 +104,22 @@ def test_an_error_message_is_one_short_line() -> None:
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["run"]])
-def test_control_characters_of_a_bundle_are_not_printed(
-    folder: Path,
-    tmp_path: Path,
-    command: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_control_characters_of_a_bundle_are_not_printed(folder: Path, command: list[str], program: Any) -> None:
     provenance = {"licence": HOSTILE_TEXT, "exporter": HOSTILE_TEXT}
     change_manifest(folder, name=HOSTILE_TEXT, family=HOSTILE_TEXT, provenance=provenance)
     prompt = ["red"] if command == ["run"] else []
-    assert run_program([*command, str(folder), *prompt]) == 0
-    captured = capsys.readouterr()
-    assert has_only_printable_text(captured.out + captured.err)
+    code, out, err = program(*command, folder, *prompt)
+    assert (code, has_only_printable_text(out + err)) == (0, True)
     change_manifest(folder, files={HOSTILE_TEXT: 3}, **{HOSTILE_TEXT: HOSTILE_TEXT})
-    assert run_program([*command, str(folder), *prompt]) == 2
-    captured = capsys.readouterr()
-    assert has_only_printable_text(captured.out + captured.err)
-    assert captured.err.count("\n") == 1
+    code, out, err = program(*command, folder, *prompt)
+    assert (code, has_only_printable_text(out + err), err.count("\n")) == (2, True, 1)
 
 
-def test_control_characters_of_arguments_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (
-        [HOSTILE_TEXT],
-        ["run", f"--{HOSTILE_TEXT}"],
-        ["inspect", HOSTILE_TEXT],
-        ["run", "x y", "--method", f"eagle:tree={HOSTILE_TEXT}"],
-    ):
-        assert run_program(words) == 2
-        captured = capsys.readouterr()
-        assert has_only_printable_text(captured.out + captured.err)
+def test_control_characters_of_arguments_are_not_printed(program: Any) -> None:
+    wrong_tree = ["run", "x y", "--method", f"eagle:tree={HOSTILE_TEXT}"]
+    for words in ([HOSTILE_TEXT], ["run", f"--{HOSTILE_TEXT}"], ["inspect", HOSTILE_TEXT], wrong_tree):
+        code, out, err = program(*words)
+        assert (code, has_only_printable_text(out + err)) == (2, True)
 
 
 # ---------------------------------------------------------------- pipes and devices
@@ -192,19 +175,10 @@ def test_too_large_files_are_rejected_before_they_are_read(tmp_path: Path) -> No
 # ---------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dynamic-999-99-99",
-        "dynamic-129",
-        "dynamic-64-33-9",
-        "dynamic-64-9-33",
-        "chain-33",
-        "chain-99",
-        "tree-zz",
-        "tree-z-" + 35 * "3",
-    ],
-)
+LARGE_TREES = ["dynamic-999-99-99", "dynamic-129", "dynamic-64-33-9", "dynamic-64-9-33", "chain-33", "chain-99"]
+
+
+@pytest.mark.parametrize("name", [*LARGE_TREES, "tree-zz", "tree-z-" + 35 * "3"])
 def test_too_large_draft_trees_are_rejected(name: str) -> None:
     with expect_error(TreeError, "tree"):
         parse_tree(name)
@@ -218,9 +192,8 @@ def test_a_too_large_default_draft_tree_is_rejected(folder: Path) -> None:
 
 
 def test_a_kv_cache_larger_than_memory_is_rejected() -> None:
-    with expect_error(
-        EngineError, "memory: keys and values of 64 rows of 1,000,000 tokens need", "GiB", "fewer images"
-    ):
+    need = "memory: keys and values of 64 rows of 1,000,000 tokens need"
+    with expect_error(EngineError, need, "GiB", "fewer images"):
         KVCache.empty(64, 1_000_000, 1024, 1024, 1024, np.float32)
 
 
@@ -231,14 +204,18 @@ def make_npy_file(header: bytes, version: bytes = b"\x01\x00", data: bytes = byt
     return b"\x93NUMPY" + version + len(header).to_bytes(2, "little") + header + data
 
 
+def make_npy_of_shape(shape: bytes, descr: bytes = b"|u1") -> bytes:
+    return make_npy_file(b"{'descr': '%s', 'fortran_order': False, 'shape': %s}\n" % (descr, shape))
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
         make_npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (32, 8"),
-        make_npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 8)}\n"),
-        make_npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (-32, -8)}\n"),
-        make_npy_file(b"{'descr': '|O', 'fortran_order': False, 'shape': (32, 8)}\n"),
-        make_npy_file(b"{'descr': '|V0', 'fortran_order': False, 'shape': (32, 8)}\n"),
+        make_npy_of_shape(b"(1000000000000, 8)"),
+        make_npy_of_shape(b"(-32, -8)"),
+        make_npy_of_shape(b"(32, 8)", b"|O"),
+        make_npy_of_shape(b"(32, 8)", b"|V0"),
         make_npy_file(b"{'descr': 7, 'fortran_order': None, 'shape': '\x00'}\n"),
         make_npy_file(b"(" * 500),
         make_npy_file(b"\xff\xfe{", b"\x03\x00"),
@@ -262,9 +239,7 @@ def test_an_invalid_dimension_name_names_the_graph_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["template", "bytes", "deep"])
-def test_a_tokenizer_file_that_panics_is_rejected(
-    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_panicking_tokenizer_is_rejected(tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]) -> None:
     content = json.loads((Path(__file__).parents[1] / "data/tiny-text-tokenizer/tokenizer.json").read_text())
     content["post_processor"]["special_tokens"] = {}
     texts = {"template": json.dumps(content).encode(), "bytes": b"\xff{", "deep": b"[" * 100_000}
@@ -279,10 +254,10 @@ def test_a_panic_becomes_an_error_but_a_keyboard_interrupt_not(tmp_path: Path) -
     class PanicException(BaseException):
         pass
 
-    with (
-        expect_error(BundleError, f"{tmp_path}: it broke, expected a; b"),
-        convert_read_errors(tmp_path, "a", BundleError, "b"),
-    ):
-        raise PanicException("it broke")
-    with pytest.raises(KeyboardInterrupt), convert_read_errors(tmp_path, "a", BundleError, "b"):
-        raise KeyboardInterrupt
+    expected_errors = (
+        (PanicException("it broke"), expect_error(BundleError, f"{tmp_path}: it broke, expected a; b")),
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
+    )
+    for error, expected in expected_errors:
+        with expected, convert_read_errors(tmp_path, "a", BundleError, "b"):
+            raise error

@@ -92,15 +92,7 @@ def make_random_heads(codes: int, hidden_size: int) -> DraftHeads:
 def enumerate_images(
     method: MethodConfig, sampling: Sampling, patch: pytest.MonkeyPatch, heads: DraftHeads | None = None
 ) -> tuple[NDArray[np.float64], float, ToyModel]:
-    """Compute the probability of every image that a method can generate.
-
-    Args:
-        heads: draft heads; None for a method without draft heads.
-
-    Returns:
-        Probability of every image, in an array with an axis of length `vocabulary` for each token; expected value of
-        the total variation distance that decoding reports; toy model.
-    """
+    """Return the probability of every image, the expected TVD that decoding reports, and the toy model."""
     model = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=NEIGHBORS)
     prompt = make_prompt(3, padding=1)
     model = replace(model, heads=heads, drafter=None)

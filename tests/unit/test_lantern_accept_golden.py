@@ -65,12 +65,7 @@ def make_relaxation(case: dict[str, Any], residual: str = "neighborhood") -> Rel
 def run_recorded_step(
     case: dict[str, Any], residual: str = "neighborhood"
 ) -> tuple[Acceptance, DraftTree, list[list[int]], int]:
-    """Run a recorded step with the code of lantern-rt.
-
-    Returns:
-        Acceptance, draft tree, paths to the leaves, and the number of recorded uniform numbers that the step did not
-        use.
-    """
+    """Return the acceptance, draft tree, paths to the leaves, and number of recorded uniforms that were not used."""
     tree, logits, leaves = read_recorded_tree(case)
     sampling = Sampling(
         temperature=case["temperature"], top_k=case["top_k"], top_p=case["top_p"], filter_order="top-p, top-k"

@@ -78,9 +78,7 @@ def test_images_are_the_same_alone_and_in_a_batch(pipe: Pipeline, method: str) -
 
 
 def test_several_threads_can_use_one_pipeline(words_bundle: Path) -> None:
-    pipe = Pipeline.from_bundle(
-        words_bundle, threads=1
-    )  # a new pipeline: graphs are loaded by the first request that needs them
+    pipe = Pipeline.from_bundle(words_bundle, threads=1)  # its graphs are loaded by the first request that needs them
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda method: pipe(PROMPTS[0], seed=5, method=method), METHODS * 2))
     for method, first, second in zip(METHODS, results[: len(METHODS)], results[len(METHODS) :], strict=True):
@@ -94,18 +92,16 @@ def test_drafter_and_neighbours_are_loaded_when_needed(words_bundle: Path, monke
     loaded_parts: list[str] = []
     engines = type(pipe.engines)
     bundle = type(pipe.bundle)
-    drafter = engines.drafter
-    neighbor_table = bundle.neighbor_table
-    monkeypatch.setattr(engines, "drafter", property(lambda self: loaded_parts.append("drafter") or drafter.fget(self)))
-    monkeypatch.setattr(
-        bundle, "neighbor_table", property(lambda self: loaded_parts.append("neighbors") or neighbor_table.func(self))
-    )
+    drafter = engines.drafter.fget
+    table = bundle.neighbor_table.func
+    monkeypatch.setattr(engines, "drafter", property(lambda self: loaded_parts.append("drafter") or drafter(self)))
+    monkeypatch.setattr(bundle, "neighbor_table", property(lambda self: loaded_parts.append("table") or table(self)))
     pipe("red", method="ar")
     assert loaded_parts == []
     pipe("red", method="eagle")
     assert loaded_parts == ["drafter"]
     pipe("red", method="lantern")
-    assert loaded_parts == ["drafter", "drafter", "neighbors"]
+    assert loaded_parts == ["drafter", "drafter", "table"]
 
 
 # ---------------------------------------------------------------- prompts, classes and embeddings
@@ -138,10 +134,9 @@ def test_images_can_be_generated_from_class_ids(class_bundle: Path) -> None:
 
 def test_embeddings_are_padded_on_the_left(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     condition_inputs = []
-    condition = embeds_pipe.engines.compute_condition
-    monkeypatch.setattr(
-        embeds_pipe.engines, "compute_condition", lambda inputs: condition_inputs.append(inputs) or condition(inputs)
-    )
+    compute = embeds_pipe.engines.compute_condition
+    record = lambda inputs: condition_inputs.append(inputs) or compute(inputs)  # noqa: E731
+    monkeypatch.setattr(embeds_pipe.engines, "compute_condition", record)
     values = np.arange(2 * PREFIX * CAPTION, dtype=np.float32).reshape(2, PREFIX, CAPTION)
     mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
     values[0, 3] = np.nan  # padding may have any value
@@ -171,9 +166,7 @@ def test_a_stream_ends_with_the_result_of_a_call(pipe: Pipeline, method: str) ->
     for step in pipe.stream(PROMPTS, seed=1, method=method):
         assert step.done > done
         done = step.done
-        streamed_codes = [
-            np.append(earlier, new_codes) for earlier, new_codes in zip(streamed_codes, step.new_codes, strict=True)
-        ]
+        streamed_codes = [np.append(*pair) for pair in zip(streamed_codes, step.new_codes, strict=True)]
         assert all(np.array_equal(a, b) for a, b in zip(streamed_codes, step.codes, strict=True))
         assert step.done == sum(len(codes) for codes in streamed_codes)
         assert (step.stats is None) == (step.done < step.total)

@@ -17,11 +17,7 @@ METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 
 
 def record_trace(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace, StreamStep]:
-    """Generate two images; return the trace and the last step.
-
-    Args:
-        steps: number of steps after which to stop; None: generate whole images.
-    """
+    """Generate two images, or the first `steps` steps of them; return the trace and the last step."""
     trace = Trace(6, 6)
     for number, step in enumerate(pipe.stream(["red cube", "green sphere"], seed=4, method=method)):
         trace.add_step(step)

@@ -35,11 +35,7 @@ def bundle(words_bundle: Path) -> Bundle:
 
 
 def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
-    """Return the PNG text chunks that record an image, by name.
-
-    Args:
-        changes: chunks with other texts or JSON values; None removes a chunk.
-    """
+    """Return the PNG text chunks that record an image, by name; None removes a chunk."""
     defaults = {"prompt": "red cube", "seed": "5", "method": "lantern", "noise": FORMAT, "settings": SETTINGS}
     chunks = defaults | {"bundle": "tiny", "bundle_digest": bundle.digest} | changes
     return {
@@ -108,10 +104,7 @@ def test_run_from_accepts_output_scale_trace_and_force(program: Any, words_bundl
 
 @pytest.fixture
 def expect_rejection(program: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs `run` with arguments, and checks that the command is rejected.
-
-    The command must not load a graph, and its error must be one line that contains `a.png` and the given words.
-    """
+    """Return a function that checks that `run`, without loading a graph, writes one line with `a.png` and words."""
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
 
     def check(arguments: list[object], words: str) -> None:
@@ -285,7 +278,7 @@ def test_an_image_of_another_exact_method_is_reused(bundle: Bundle, words_bundle
     eagle = check_request(bundle.manifest, tokenizer, {"prompts": "red cube", "method": "eagle"})
     target = bundle.manifest.target.model_copy(update={"precision": "int8-weights"})
     dequantized = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
-    assert png_contains_image(path, bundle, eagle, 1)
-    assert not png_contains_image(path, dequantized, eagle, 1)
+    assert png_contains_image(bundle, eagle, 1, 0, path)
+    assert not png_contains_image(dequantized, eagle, 1, 0, path)
     strict = check_request(bundle.manifest, tokenizer, {"prompts": "red cube"})
-    assert png_contains_image(path, dequantized, strict, 1)
+    assert png_contains_image(dequantized, strict, 1, 0, path)

@@ -73,13 +73,7 @@ def find_attended_cells(row: int, count: int, columns: int, window: int) -> set[
 def generate_tokens_without_runtime(
     model: ToyModel, prompt: Prompt, window: int, sampling: Sampling, choose_token: Callable[[int, NDArray], int]
 ) -> list[int]:
-    """Return the tokens of an image, generated one by one in raster order.
-
-    A row end is a cell after the last column. Its token is known before the other tokens of the row.
-
-    Args:
-        choose_token: function that returns the token of a cell, given the cell and the distribution `[vocabulary]`.
-    """
+    """Return the tokens of an image in raster order; row ends are cells whose token is known before the row's."""
     ends = model.row_end is not None
     columns = model.raster.columns + ends
     known: Known = {}

@@ -56,11 +56,36 @@ class RecordingListener:
         while self.busy() and time.monotonic() < self.deadline:
             time.sleep(0.001)
 
+    def wait_for_first_step(self) -> None:
+        while not self.steps:
+            time.sleep(0.001)
+
     def wait_for_last_step(self) -> StreamStep:
-        """Wait until the request is finished; return the last step."""
         assert self.done.wait(60)
         assert self.error is None
         return self.steps[-1]
+
+
+def submit(service: Service, prompts: str | None = "red cube", **request: Any) -> RecordingListener:
+    """Submit a request, again and again while the service is busy; return its listener."""
+    listener = RecordingListener()
+    while True:
+        try:
+            service.submit(listener, prompts, **request)
+            return listener
+        except BusyError:
+            time.sleep(0.01)
+
+
+def have_same_codes(first: list[Any], second: list[Any]) -> bool:
+    return all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def raise_error(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_every_caller_gets_the_images_of_a_separate_call(pipe: Pipeline, service: Service) -> None:
@@ -68,25 +93,16 @@ def test_every_caller_gets_the_images_of_a_separate_call(pipe: Pipeline, service
         {"prompts": PROMPTS[i % 4], "seed": i, "num_images": 1 + i % 2, "method": method, "temperature": 0.7 + i % 2}
         for i, method in enumerate(METHODS)
     ]
-    callers = [RecordingListener() for _ in requests]
-    for caller, request in zip(callers, requests, strict=True):
-        while True:
-            try:
-                service.submit(caller, **request)
-                break
-            except BusyError:
-                time.sleep(0.01)
+    callers = [submit(service, **request) for request in requests]
     for caller, request in zip(callers, requests, strict=True):
         last = caller.wait_for_last_step()
         alone = pipe(**request)
-        assert all(np.array_equal(*pair) for pair in zip(last.codes, alone.codes, strict=True))
+        assert have_same_codes(last.codes, alone.codes)
         assert last.image(0).tobytes() == alone.images[0].tobytes()
         assert last.stats is not None
         assert (last.stats.images, last.done) == (len(alone.codes), last.total)
-        streamed_codes = [
-            np.concatenate(parts) for parts in zip(*(step.new_codes for step in caller.steps), strict=True)
-        ]
-        assert all(np.array_equal(*pair) for pair in zip(streamed_codes, alone.codes, strict=True))
+        parts_by_image = zip(*(step.new_codes for step in caller.steps), strict=True)
+        assert have_same_codes([np.concatenate(parts) for parts in parts_by_image], alone.codes)
         if request["method"] not in (None, "sjd:window=5"):  # the windows of these methods depend on the batch
             assert last.stats.per_image == alone.stats.per_image
     wait_until_idle(service)
@@ -106,9 +122,8 @@ def test_requests_of_different_callers_share_forward_passes(pipe: Pipeline, monk
     assert max(batch_sizes) == 4
 
 
-def get_retry_seconds(service: Service) -> int:
-    error = catch_error(BusyError, service.submit, RecordingListener(), "red cube")
-    return error.retry_seconds
+def get_retry_seconds(service: Service, **request: Any) -> int:
+    return catch_error(BusyError, service.submit, RecordingListener(), "red cube", **request).retry_seconds
 
 
 def test_a_full_queue_says_when_to_try_again(pipe: Pipeline) -> None:
@@ -132,15 +147,12 @@ def test_a_full_queue_says_when_to_try_again(pipe: Pipeline) -> None:
         is_busy = False
         for caller in callers:
             caller.wait_for_last_step()
-        next_caller = RecordingListener()
-        service.submit(next_caller, "red cube", seed=9)
-        next_caller.wait_for_last_step()
+        submit(service, seed=9).wait_for_last_step()
         assert 0 < service.capacity.seconds_per_image < 10
 
 
 def test_wrong_requests_are_rejected_and_affect_no_others(service: Service) -> None:
-    caller = RecordingListener()
-    service.submit(caller, "red cube", method="sjd")
+    caller = submit(service, method="sjd")
     wide = {"method": "sjd:window=128"}  # all requests in the pass would be padded to this width
     for field, options in (("method", {"method": "magic"}), ("method", wide), ("prompts", {"class_ids": 3})):
         assert catch_error(RequestError, service.submit, RecordingListener(), "red cube", **options).field == field
@@ -151,11 +163,9 @@ def test_wrong_requests_are_rejected_and_affect_no_others(service: Service) -> N
 def test_a_cancelled_request_ends_after_the_current_forward_pass(service: Service) -> None:
     is_released = False
     cancelled = RecordingListener(lambda: not is_released)
-    running_listener = RecordingListener()
     request = service.submit(cancelled, "red cube", num_images=4, method="eagle:tree=chain-3")
-    service.submit(running_listener, "green cube", seed=1, method="ar")
-    while not cancelled.steps:
-        time.sleep(0.001)
+    running_listener = submit(service, "green cube", seed=1, method="ar")
+    cancelled.wait_for_first_step()
     request.cancel()
     request.cancel()
     is_released = True
@@ -170,8 +180,7 @@ def test_a_full_service_accepts_a_request_after_a_cancellation(pipe: Pipeline) -
         cancelled = RecordingListener(lambda: is_busy)
         next_caller = RecordingListener()
         request = service.submit(cancelled, "red cube", method="ar")
-        while not cancelled.steps:
-            time.sleep(0.001)
+        cancelled.wait_for_first_step()
         request.cancel()
         service.submit(next_caller, "red cube", seed=1)
         is_busy = False
@@ -184,17 +193,13 @@ def test_a_failed_pass_ends_only_the_requests_in_it(
 ) -> None:
     for error in (EngineError("the device is gone"), ZeroDivisionError("a bug")):
         with monkeypatch.context() as patch:
-            patch.setattr(Batch, "step", lambda batch, error=error: (_ for _ in ()).throw(error))
-            callers = [RecordingListener(), RecordingListener()]
-            for caller in callers:
-                service.submit(caller, "red cube")
+            patch.setattr(Batch, "step", raise_error(error))
+            callers = [submit(service), submit(service)]
             assert all(caller.done.wait(30) for caller in callers)
             assert [str(caller.error) for caller in callers] == [str(error)] * 2
             assert callers[0].error is not callers[1].error
     assert "a pass failed" in caplog.text
-    caller = RecordingListener()
-    service.submit(caller, "red cube", seed=3)
-    assert np.array_equal(caller.wait_for_last_step().codes[0], pipe("red cube", seed=3).codes[0])
+    assert have_same_codes(submit(service, seed=3).wait_for_last_step().codes, pipe("red cube", seed=3).codes)
 
 
 def test_the_service_survives_errors_around_a_pass(
@@ -202,7 +207,7 @@ def test_the_service_survives_errors_around_a_pass(
 ) -> None:
     for owner, name in ((prepared, "compute_prefixes"), (Batch, "add"), (Batch, "remove")):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
+            patch.setattr(owner, name, raise_error(MemoryError("no more")))
             caller = RecordingListener()
             request = service.submit(caller, "red cube", method="ar")
             if name == "remove":
@@ -211,9 +216,7 @@ def test_the_service_survives_errors_around_a_pass(
             else:
                 assert caller.done.wait(30)
                 assert isinstance(caller.error, MemoryError)
-    caller = RecordingListener()
-    service.submit(caller, "red cube", seed=4)
-    assert np.array_equal(caller.wait_for_last_step().codes[0], pipe("red cube", seed=4).codes[0])
+    assert have_same_codes(submit(service, seed=4).wait_for_last_step().codes, pipe("red cube", seed=4).codes)
     wait_until_idle(service)
     with pytest.raises(RequestError, match="max_images_per_pass: found 0, expected a whole number 1"):
         Service(pipe, max_images_per_pass=0)
@@ -222,31 +225,20 @@ def test_the_service_survives_errors_around_a_pass(
 def test_a_request_without_memory_affects_no_others(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running_listener = RecordingListener()
-    new_listener = RecordingListener()
-    service.submit(running_listener, "red cube", seed=6, num_images=2, method="ar")
-    while not running_listener.steps:
-        time.sleep(0.001)
+    running_listener = submit(service, seed=6, num_images=2, method="ar")
+    running_listener.wait_for_first_step()
     with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "empty", lambda *_: (_ for _ in ()).throw(EngineError("memory: found none")))
-        service.submit(new_listener, "green cube", num_images=2, method="ar")
+        patch.setattr(KVCache, "empty", raise_error(EngineError("memory: found none")))
+        new_listener = submit(service, "green cube", num_images=2, method="ar")
         assert new_listener.done.wait(30)
     assert str(new_listener.error) == "memory: found none"
-    expected = pipe("red cube", seed=6, num_images=2).codes
-    assert all(
-        np.array_equal(*pair) for pair in zip(running_listener.wait_for_last_step().codes, expected, strict=True)
-    )
+    assert have_same_codes(running_listener.wait_for_last_step().codes, pipe("red cube", seed=6, num_images=2).codes)
     wait_until_idle(service)
 
 
 def test_an_error_in_a_listener_ends_only_its_request(service: Service) -> None:
-    def raise_error(news: object) -> None:
-        raise ValueError("a listener's bug")
-
-    service.submit(raise_error, "red cube")
-    caller = RecordingListener()
-    service.submit(caller, "red cube")
-    caller.wait_for_last_step()
+    service.submit(raise_error(ValueError("a listener's bug")), "red cube")
+    submit(service).wait_for_last_step()
     wait_until_idle(service)
 
 
@@ -277,70 +269,45 @@ def test_is_open_is_false_after_three_failed_passes(pipe: Pipeline, monkeypatch:
     with Service(pipe, max_images_per_pass=2) as service:
         assert service.is_open
         with monkeypatch.context() as patch:
-            patch.setattr(KVCache, "append", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
+            patch.setattr(KVCache, "append", raise_error(MemoryError("no more")))
             for _ in range(3):
-                caller = RecordingListener()
-                service.submit(caller, "red cube", method="ar")
-                assert caller.done.wait(30)
+                assert submit(service, method="ar").done.wait(30)
         assert not service.is_open
-        caller = RecordingListener()
-        service.submit(caller, "red cube", method="ar")
-        caller.wait_for_last_step()
+        submit(service, method="ar").wait_for_last_step()
         assert service.is_open
 
 
 def test_a_request_whose_logits_overflow_fails_alone(embeddings_bundle: Path) -> None:
     embeddings = np.random.default_rng(1).standard_normal((2, CAPTION)).astype(np.float32)
     with Pipeline.from_bundle(embeddings_bundle, threads=1) as pipe, Service(pipe, max_images_per_pass=8) as service:
-        valid_listeners = [RecordingListener() for _ in METHODS]
-        for seed, (caller, method) in enumerate(zip(valid_listeners, METHODS, strict=True)):
-            service.submit(caller, embeddings=embeddings, method=method, seed=seed)
+        valid_requests = [{"embeddings": embeddings, "method": method, "seed": i} for i, method in enumerate(METHODS)]
+        valid_listeners = [submit(service, None, **request) for request in valid_requests]
+        overflowing = {"embeddings": np.full_like(embeddings, 1e36), "cfg_scale": 1000.0, "temperature": 0.001}
         for method in METHODS:
-            caller = RecordingListener()
-            overflowing_request = {
-                "embeddings": np.full_like(embeddings, 1e36),
-                "cfg_scale": 1000.0,
-                "temperature": 0.001,
-            }
-            while True:
-                try:
-                    service.submit(caller, method=method, num_images=2, **overflowing_request)
-                    break
-                except BusyError:
-                    time.sleep(0.01)
+            caller = submit(service, None, method=method, num_images=2, **overflowing)
             assert caller.done.wait(60)
             assert isinstance(caller.error, EngineError)
             assert "NaN or infinite" in str(caller.error)
             assert service.is_open
-        for seed, (caller, method) in enumerate(zip(valid_listeners, METHODS, strict=True)):
-            assert np.array_equal(
-                caller.wait_for_last_step().codes[0], pipe(embeddings=embeddings, method=method, seed=seed).codes[0]
-            )
+        for caller, request in zip(valid_listeners, valid_requests, strict=True):
+            assert have_same_codes(caller.wait_for_last_step().codes, pipe(**request).codes)
         wait_until_idle(service)
 
 
 def run_simultaneous_requests(
     service: Service, requests_by_caller: dict[str, list[dict[str, Any]]]
 ) -> dict[str, list[StreamStep]]:
-    """Submit all requests before the first of them runs; return the last step of each request, by caller.
-
-    Another request blocks the service until all requests are submitted.
-    """
+    """Submit all requests while another one blocks the service; return the last step of each request, by caller."""
     blocker = RecordingListener(lambda: not ready)
     ready = False
     service.submit(blocker, "red cube", method="ar", caller="first")
-    while not blocker.steps:
-        time.sleep(0.001)
-    listeners: dict[str, list[RecordingListener]] = {}
-    for caller, requests in requests_by_caller.items():
-        for request in requests:
-            listeners.setdefault(caller, []).append(RecordingListener())
-            service.submit(listeners[caller][-1], "red sphere", caller=caller, **request)
-    ready = True
-    return {
-        caller: [listener.wait_for_last_step() for listener in caller_listeners]
-        for caller, caller_listeners in listeners.items()
+    blocker.wait_for_first_step()
+    listeners = {
+        caller: [submit(service, "red sphere", caller=caller, **request) for request in requests]
+        for caller, requests in requests_by_caller.items()
     }
+    ready = True
+    return {caller: [each.wait_for_last_step() for each in own] for caller, own in listeners.items()}
 
 
 def test_a_caller_with_many_requests_delays_no_others(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,13 +316,8 @@ def test_a_caller_with_many_requests_delays_no_others(pipe: Pipeline, monkeypatc
 
     def record_pass(batch: Batch) -> Any:
         parts = step(batch)
-        requests = [vars(service)["_requests"][part.sequence] for part in parts]
-        passes.append(
-            (
-                Counter(request.caller for request in requests),
-                max((sequence.max_nodes for sequence in batch.active_sequences), default=0),
-            )
-        )
+        callers = Counter(vars(service)["_requests"][part.sequence].caller for part in parts)
+        passes.append((callers, max((sequence.max_nodes for sequence in batch.active_sequences), default=0)))
         return parts
 
     wide = ["sjd:window=40", "lantern++:lambda=2:tree=mc-25", "rows:window=2", "eagle:tree=mc-25"]
@@ -369,7 +331,7 @@ def test_a_caller_with_many_requests_delays_no_others(pipe: Pipeline, monkeypatc
     for caller, requests in requests_by_caller.items():
         for request, step in zip(requests, last[caller], strict=True):
             alone = pipe("red sphere", **request)
-            assert all(np.array_equal(*pair) for pair in zip(step.codes, alone.codes, strict=True))
+            assert have_same_codes(step.codes, alone.codes)
     together = [(callers, nodes) for callers, nodes in passes if any(name.startswith("nei") for name in callers)]
     assert together
     assert all(callers["greedy"] <= 1 for callers, _ in together)
@@ -397,19 +359,13 @@ def test_requests_that_cannot_meet_their_deadline_are_rejected(pipe: Pipeline) -
     with Service(pipe, max_images_per_pass=2, max_queued_images=8) as service:
         is_busy = True
         first = RecordingListener(lambda: is_busy)
-        late = RecordingListener()
-        last = RecordingListener()
         service.submit(first, "red cube", method="ar", deadline=0.001)
-        while not first.steps:
-            time.sleep(0.001)
+        first.wait_for_first_step()
         service.capacity.seconds_per_image = 1.0
         for deadline in (0.5, 2.3):
-            assert (
-                catch_error(BusyError, service.submit, RecordingListener(), "red cube", deadline=deadline).retry_seconds
-                >= 1
-            )
-        service.submit(late, "red cube", seed=2, num_images=2, deadline=5.0)
-        service.submit(last, "red cube", seed=3, deadline=8.0)
+            assert get_retry_seconds(service, deadline=deadline) >= 1
+        late = submit(service, seed=2, num_images=2, deadline=5.0)
+        last = submit(service, seed=3, deadline=8.0)
         service.capacity.seconds_per_image = 3.0  # the service becomes slower
         is_busy = False
         assert late.done.wait(30)

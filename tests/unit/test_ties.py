@@ -49,15 +49,7 @@ Logits = NDArray[np.float32]  # [rows, vocabulary]
 def choose_and_check_tokens(
     logits: Logits, noise: Logits | None, sampling: Sampling, rounding_margin: float
 ) -> tuple[Any, Any]:
-    """Choose a token from each row of logits.
-
-    Args:
-        logits: logits, `[rows, vocabulary]`.
-        noise: Gumbel noise, `[rows, vocabulary]`; None for greedy sampling.
-
-    Returns:
-        Token of each row, and whether rounding cannot change the token; both `[rows]`.
-    """
+    """Return the token of each row of logits, and whether rounding cannot change it; without noise, greedy."""
     sampler = make_sampler(sampling)
     codes, _ = sampler.choose(logits, noise)
     noises = [None] * len(logits) if noise is None else noise
@@ -88,11 +80,7 @@ def make_rounding_model(rounding_bound: float) -> ToyModel:
 def generate_tokens(
     model: ToyModel, sampling: Sampling, method: MethodConfig, batch: int, images: int = 24
 ) -> tuple[list[list[int]], list[Statistics]]:
-    """Generate images with the seeds 0, 1 and so on, in several batches.
-
-    Returns:
-        Tokens of each image, and statistics of each batch.
-    """
+    """Generate images with the seeds 0, 1 and so on; return their tokens, and the statistics of each batch."""
     codes: list[list[int]] = []
     stats = []
     for start in range(0, images, batch):

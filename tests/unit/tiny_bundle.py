@@ -128,12 +128,7 @@ def _describe_file(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.float32] | None = None) -> None:
-    """Write the graph of a target, or of a drafter if `table` is given.
-
-    Args:
-        head: weights of the logits, `[WIDTH, CODES]`.
-        table: the drafter's embeddings of codes, `[CODES, WIDTH]`.
-    """
+    """Write the graph of a target, or of a drafter if `table`, its embeddings of codes, is given."""
     heads = SIZES["num_kv_heads"]
     width = SIZES["head_dim"]
     kv = (heads, width)

@@ -14,11 +14,7 @@ from lantern_rt.runtime.state import Prompt
 
 
 def compute_naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Return the distribution after temperature, top-k, top-p and min-p, computed by simple loops to check the runtime.
-
-    Args:
-        logits: logits, float64 `[vocabulary]`.
-    """
+    """Return the distribution after temperature, top-k, top-p and min-p, computed by simple loops."""
     weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
     for name in sampling.filter_order.split(", "):
         order = sorted(range(len(weights)), key=lambda code: -weights[code])
@@ -62,11 +58,7 @@ def compute_next_distribution(
 
 
 def compute_joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
-    """Return the probability of every possible image.
-
-    Returns:
-        Probabilities in an array with an axis of length `vocabulary` for each token of an image.
-    """
+    """Return the probability of every possible image, with an axis of length `vocabulary` for each token."""
     vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
     joint = np.ones((vocabulary,) * model.num_codes)
     for length in range(model.num_codes):

@@ -187,11 +187,7 @@ class ToyEngine:
     def _compute_context_hashes(
         self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
     ) -> tuple[Hashes, NDArray[np.bool_]]:
-        """Check the inputs of a forward pass.
-
-        Returns:
-            Context hash of each node, and whether the node attends to the right positions; both `[rows, nodes]`.
-        """
+        """Check a pass; return the context hash of each node, and whether it attends to the right positions."""
         rows, nodes = batch.positions.shape
         self.passes.append((rows, nodes))
         past_length = self.past_columns(cache, nodes)
@@ -282,11 +278,7 @@ class AnyOrderTarget(ToyTarget):
 
 @dataclass
 class ToyDrafter(ToyEngine):
-    """Toy drafter: its logits are a mixture of the target's logits of the same context and unrelated logits.
-
-    Attributes:
-        agreement: weight of the target's logits in the mixture, 0 .. 1; 1 gives the target's distribution.
-    """
+    """Toy drafter: its logits are the target's, with the weight `agreement` (0 .. 1), plus unrelated logits."""
 
     target: ToyTarget = field(default_factory=ToyTarget)
     agreement: float = 0.5
@@ -413,11 +405,6 @@ def make_model(
     neighbors: NDArray[np.integer] | None = None,
     row_ends: bool = False,
 ) -> ToyModel:
-    """Make a toy target and drafter.
-
-    Args:
-        agreement: weight of the target's logits in the drafter's logits, 0 .. 1.
-    """
     layout = layout or DrafterLayout()
     row_end = vocabulary if row_ends else None
     target = ToyTarget(vocabulary, prefix, seed, max_logit, positions - 1, past_length_multiple, row_end=row_end)
@@ -448,11 +435,7 @@ def make_target_output(
     rows: slice = slice(None),
     seed: int = 0,
 ) -> TargetOutput:
-    """Make the target's output for one image, whose logits are `logits[rows]`, `[rows, nodes, vocabulary]`.
-
-    Args:
-        layout: layout of the nodes; None: node i of the forward pass is node i of the tree.
-    """
+    """Make the target's output for one image; without a layout, node i of the pass is node i of the tree."""
     plan = make_plan(RasterLayout(1), Sampling(), Autoregressive())
     sequence = ImageSequence(0, plan, make_prompt(0), seed)
     depths = tree_structure.depths
