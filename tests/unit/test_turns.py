@@ -113,9 +113,8 @@ def test_running_a_method_gives_the_pipelines_result(pipeline: Pipeline) -> None
     assert run_result.tvd_per_token == pytest.approx(result.stats.realised_tvd / 36)
     assert run_result.tvd_per_token > 0
     assert run_result.seconds >= run_result.statistics.seconds
-    assert add_likelihoods(pipeline, run_result, request).likelihoods == pipeline.likelihoods(
-        result.codes, **request, temperature=0.9
-    )
+    likelihoods = pipeline.likelihoods(result.codes, **request, temperature=0.9)
+    assert add_likelihoods(pipeline, run_result, request).likelihoods == likelihoods
     ((result_without_likelihoods,),) = run_methods_in_turns(pipeline, [method], [request], with_likelihoods=False)
     assert (len(result_without_likelihoods.images), result_without_likelihoods.likelihoods) == (2, [])
 
