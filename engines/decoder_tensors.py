@@ -92,22 +92,23 @@ def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
     return np.float16 if np.float16 in kv_dtypes else np.float32
 
 
-def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
-    """Return how many cache columns the mask of a pass covers, or raise ValueError for too few or too many."""
-    past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
-    expected = cache.past_length()
-    if not expected <= past <= cache.num_columns:
-        raise ValueError(f"the pass reads {past} columns of the cache, expected {expected} .. {cache.num_columns}")
-    return past
+def check_pass_input(batch: PassInput, cache: BaseKVCache, spec: DecoderSizes) -> int:
+    """Return how many cache columns the mask of a pass covers.
 
-
-def check_pass_input(batch: PassInput, spec: DecoderSizes) -> None:
-    """Raise ValueError if a pass lacks an input that the decoder reads, or has both tokens and embeddings."""
+    Raises:
+        ValueError: the mask covers too few or too many columns, an input that the decoder reads is missing, or a target
+            gets both tokens and embeddings.
+    """
     if spec.role == "drafter":
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
     elif (batch.tokens is None) == (batch.embeds is None):
         raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
+    past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
+    expected = cache.past_length()
+    if not expected <= past <= cache.num_columns:
+        raise ValueError(f"the pass reads {past} columns of the cache, expected {expected} .. {cache.num_columns}")
+    return past
 
 
 def build_graph_inputs(batch: PassInput, embedding_table: Floats | None, dtypes: DTypes) -> dict[str, Array]:

@@ -28,7 +28,7 @@ from ..runtime.engine import (
 )
 from .columns import CacheColumnMap, pad_nodes
 from .contracts import STORAGE_DTYPES, Array, ExecutableGraph, TensorSpec
-from .decoder_tensors import check_pass_input, check_past_length, get_hidden_dtype
+from .decoder_tensors import check_pass_input, get_hidden_dtype
 from .ort.cache_pool import BlockHandle, BoundForwardPass, CachePool
 from .ort.device import OrtDevice, get_value_dtype
 from .sampling_head import SamplingHead
@@ -185,7 +185,7 @@ class DeviceEngine(ABC):
         """
         device_cache = DeviceCache.require_instance(cache)
         device_cache.run_queued_pass()  # the previous pass: its inputs are replaced below
-        check_past_length(batch, device_cache)
+        check_pass_input(batch, device_cache, self.spec)
         padded = self.compute_padded_node_count(device_cache, batch.positions.shape[1])
         feeds = {**device_cache.encode_pass_inputs(batch, padded), **self._build_token_inputs(batch, padded)}
         bound_pass, block_handle = self._bind_pass(device_cache, batch, feeds)
@@ -199,7 +199,6 @@ class DeviceEngine(ABC):
         )
 
     def _build_token_inputs(self, batch: PassInput, num_nodes: int) -> dict[str, Any]:
-        check_pass_input(batch, self.spec)
         if self._embedding_table is not None:
             if batch.tokens is not None:
                 return {"embeddings": self._embedding_table, "token_ids": pad_nodes(batch.tokens, num_nodes, np.int32)}

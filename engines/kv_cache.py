@@ -113,9 +113,6 @@ class KVCache(BaseKVCache):
             ) from error
         return cache
 
-    def view_past_columns(self, past_length: int) -> list[CacheArray]:
-        return [tensor[:past_length] for tensor in self.tensors]
-
     def append(self, new_kv: list[CacheArray], accepted_indices: list[Ints]) -> None:
         """Append keys and values of accepted nodes; tensors of `new_kv` are `[nodes, rows, num_kv_heads, head_dim]`."""
         before = self.lengths.tolist()

@@ -70,13 +70,7 @@ class AsyncPipeline:
         max_images_per_pass: int | None = None,
         max_queued_images: int = 256,
     ) -> AsyncPipeline:
-        """Open a bundle without blocking the event loop. Takes the arguments of `Pipeline.from_bundle`, and:
-
-        Args:
-            max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: a maximum that the memory
-                and the engines allow.
-            max_queued_images: maximum number of images in the queue, 0 .. 2**20.
-        """
+        """Open a bundle without blocking the event loop, with the arguments of `Pipeline.from_bundle` and the class."""
 
         def load_pipeline() -> AsyncPipeline:
             pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines, download)

@@ -71,9 +71,11 @@ def list_supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[s
 
 def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
     """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values."""
-    if isinstance(text, str) and len(text) > METHOD_LIMIT:
-        raise RequestError(field="method", found=f"{len(text):,} characters", expected=f"at most {METHOD_LIMIT:,}")
-    name, *parts = text.split(":") if isinstance(text, str) else [text]
+    name, *parts = [text]
+    if isinstance(text, str):
+        if len(text) > METHOD_LIMIT:
+            raise RequestError(field="method", found=f"{len(text):,} characters", expected=f"at most {METHOD_LIMIT:,}")
+        name, *parts = text.split(":")
     *others, last = METHODS
     if name not in (*others, last):
         raise RequestError(field="method", found=format_value(name), expected=f"{', '.join(others)} or {last}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
 
 # Names in diffusers, vLLM and other programs, without dashes and underscores, and what has their place here.
 _NAMES_HERE = {
@@ -28,14 +29,11 @@ _REASONS = {
     "to": 'give from_bundle a provider, such as provider="cuda"',
     "workers": "leave it out: one process shares its passes among all requests",
 }
-_MAX_TYPOS = 2  # letters added, missing or replaced, up to which a name counts as misspelt
+_MIN_SIMILARITY = 0.75  # share of letters in common from which a name counts as misspelt
 
 
 def suggest_name(name: str, known_names: Collection[str]) -> str:
-    """Return a remedy for an unknown name: what has its place here, or the known name that it begins or nearly is.
-
-    The result is empty if there is neither.
-    """
+    """Return a remedy for an unknown name: what has its place here, or a known name that is alike; empty: neither."""
     plain = name.lower().replace("-", "").replace("_", "")
     if plain in _REASONS:
         return _REASONS[plain]
@@ -44,19 +42,5 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
     longer = [known for known in known_names if len(name) > 2 and known.startswith(name)]
     if len(longer) == 1:
         return f"did you mean {longer[0]}?"
-    distances = {known: _count_typos(name, known) for known in known_names}
-    nearest = min(distances, key=distances.__getitem__, default="")
-    is_near = nearest and distances[nearest] <= min(_MAX_TYPOS, len(name.strip("-")) // 2)
-    return f"did you mean {nearest}?" if is_near else ""
-
-
-def _count_typos(one: str, other: str) -> int:
-    """Return the edit distance of two names."""
-    typos = list(range(len(other) + 1))  # of the letters of `one` so far, for each start of `other`
-    for i, letter in enumerate(one, 1):
-        diagonal, typos[0] = typos[0], i
-        for j, expected in enumerate(other, 1):
-            replaced = diagonal + (letter != expected)
-            diagonal = typos[j]
-            typos[j] = min(typos[j] + 1, typos[j - 1] + 1, replaced)
-    return typos[-1]
+    nearest = get_close_matches(name, known_names, 1, _MIN_SIMILARITY)
+    return f"did you mean {nearest[0]}?" if nearest else ""

@@ -14,7 +14,7 @@ import re
 import reprlib
 import signal
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
@@ -82,8 +82,11 @@ def convert_numpy_value(value: Any) -> Any:
 
 def convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
     """Return the items of a list or array; a single value, such as a text, `repeat_count` times."""
-    value = convert_numpy_value(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
+    match convert_numpy_value(value):
+        case [*items]:
+            return items
+        case single:
+            return [single] * repeat_count
 
 
 def describe_validation_error(error: ValidationError) -> dict[str, str]:
@@ -119,15 +122,15 @@ def _describe_expected_value(error: ErrorDetails) -> str:
 
 def format_value(value: object) -> str:
     """Format a value for an error message, as one line of at most 80 characters. Text gets quotes."""
-    value = str(value) if isinstance(value, Path) else value
-    if isinstance(value, str):
-        text = repr(value[:80])
-    elif isinstance(value, dict | list | tuple | set):
-        text = _SHORT_REPR.repr(value)
-    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        text = f"a whole number of {value.bit_length():,} bits"
-    else:
-        text = " ".join(str(value).split())
+    match value:
+        case str() | Path():
+            text = repr(str(value)[:80])
+        case dict() | list() | tuple() | set():
+            text = _SHORT_REPR.repr(value)
+        case int() if value.bit_length() > _MAX_BITS:
+            text = f"a whole number of {value.bit_length():,} bits"
+        case _:
+            text = " ".join(str(value).split())
     text = _ADDRESS.sub("", text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -152,10 +155,7 @@ def reraise_error_of_signal_handler(error: BaseException) -> None:
 def make_install_command(extra: str, reinstall: bool = False) -> str:
     """Return the pip command that installs an extra from where this copy came: a clone, an address or the index.
 
-    Args:
-        extra: name of the extra, or several with commas between. If `cpu` is the first of several, the command installs
-            PyTorch without the CUDA libraries.
-        reinstall: whether to replace installed packages.
+    With `cpu` as the first of several extras, with commas between, PyTorch is installed without the CUDA libraries.
     """
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -172,12 +172,7 @@ def make_install_command(extra: str, reinstall: bool = False) -> str:
 
 
 def require_library(name: str, feature: str, extra: str) -> None:
-    """Raise EngineError if a library is not installed, or cannot be imported in the current folder.
-
-    Args:
-        feature: feature or command that needs the library, for the error message.
-        extra: extra of lantern-rt that installs the library.
-    """
+    """Raise EngineError if a library, which `extra` installs, is missing or cannot be imported."""
     if importlib.util.find_spec(name) is None:
         raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `{make_install_command(extra)}`")
     if name == "torch":
@@ -191,10 +186,7 @@ def require_library(name: str, feature: str, extra: str) -> None:
 
 @contextmanager
 def convert_read_errors(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert any exception in a `with` block to an error of `error_class` that names the file `path`.
-
-    Errors of this package are raised unchanged.
-    """
+    """Convert any exception in a `with` block but ours to an error of `error_class` that names the file `path`."""
     try:
         yield
     except LanternError:
@@ -222,12 +214,7 @@ def open_regular_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Read all bytes of a regular file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the path is a pipe or a device, or the file has more than `max_bytes` bytes.
-    """
+    """Read all bytes of a regular file; raise OSError, or ValueError if it is too large, a pipe or a device."""
     with open_regular_file(path) as file:
         data = file.read(max_bytes + 1)  # one more byte shows that the file is too large
     if len(data) > max_bytes:

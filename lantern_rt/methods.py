@@ -205,31 +205,22 @@ class MethodConfig(FrozenModel, strict=True):
         measures_tvd: whether statistics include `realised_tvd`, the total variation distance from the target's
             distribution.
         drafts_tokens: whether passes verify draft tokens.
+        exact: whether the method samples tokens from exactly the target model's distribution.
+        relaxed: whether acceptance is relaxed. A method may be neither exact nor relaxed.
+        has_flexible_window: whether the number of draft tokens may change between passes without changing the image.
     """
 
     method: str
     measures_tvd: ClassVar[bool] = True
     drafts_tokens: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+    relaxed: ClassVar[bool] = False
+    has_flexible_window: ClassVar[bool] = False
 
     @property
     def requirements(self) -> MethodRequirements:
         """Parts that a bundle must have for the method."""
         return MethodRequirements()
-
-    @property
-    def exact(self) -> bool:
-        """Whether the method samples tokens from exactly the target model's distribution."""
-        return True
-
-    @property
-    def relaxed(self) -> bool:
-        """Whether acceptance is relaxed. A method may be neither exact nor relaxed."""
-        return False
-
-    @property
-    def has_flexible_window(self) -> bool:
-        """Whether the number of draft tokens may change between passes without changing the image."""
-        return False
 
     def limit_nodes(self, max_nodes: int) -> MethodConfig:
         """Return a method of the same images whose drafts have at most `max_nodes` nodes, if there is one."""
@@ -313,12 +304,13 @@ class RelaxedMethod(MethodConfig):
         """Pair of the bounds delta and lambda. At most one bound is set; acceptance is exact if both are None."""
         return None, None
 
+    # The parameters decide here, so these class variables are properties.
     @property
-    def exact(self) -> bool:
+    def exact(self) -> bool:  # type: ignore[override]
         return self.acceptance_bounds == (None, None)
 
     @property
-    def relaxed(self) -> bool:
+    def relaxed(self) -> bool:  # type: ignore[override]
         return not self.exact
 
     @model_validator(mode="after")
@@ -392,7 +384,7 @@ class SpeculativeJacobi(RelaxedMethod):
         return super().requirements._replace(uses_heads=True)  # uses the heads if the bundle has them
 
     @property
-    def has_flexible_window(self) -> bool:
+    def has_flexible_window(self) -> bool:  # type: ignore[override]
         return self.exact
 
     def limit_nodes(self, max_nodes: int) -> MethodConfig:
@@ -409,13 +401,10 @@ class RowParallel(MethodConfig):
     """
 
     method: Literal["rows"] = "rows"
+    exact: ClassVar[bool] = False
     measures_tvd: ClassVar[bool] = False  # measuring would take another forward pass over the whole image
     window: Window = 6
     drafts: Annotated[int, Field(ge=0, le=16, description="Tokens drafted ahead in every row, 0 .. 16.")] = 0
-
-    @property
-    def exact(self) -> bool:
-        return False
 
 
 class GroupDecoding(MethodConfig):

@@ -22,9 +22,6 @@ def find_model_name(word: str) -> str | None:
 
     A word is the name of an embedded bundle or of a published model, the repository of a published model on the hub
     (`owner/name`), another repository, or the path of a bundle or checkpoint. Any other word may be a prompt.
-
-    Raises:
-        RequestError: several published models come from the repository.
     """
     if word in list_embedded_bundle_names() or is_published(word):
         return word
@@ -39,15 +36,10 @@ def find_model_name(word: str) -> str | None:
 
 
 def open_model(name: str | Path, download: bool = False, **options: Any) -> Bundle:
-    """Open the bundle of a model by any of its names.
+    """Open the bundle of a model, which is a word as `find_model_name` reads it, or the path of a bundle.
 
-    Args:
-        name: word as `find_model_name` reads it, or the path of a bundle.
-        download: whether to download, and if needed export, a published model that is not in the caches.
-        options: other arguments of `open_bundle`.
-
-    Raises:
-        BundleError: there is no bundle of this name. For a checkpoint, the error has the command that exports it.
+    With `download`, a published model that is not in the caches is downloaded and, if needed, exported. `options` are
+    those of `open_bundle`.
     """
     word = str(name)
     known = find_model_name(word) or name

@@ -322,12 +322,7 @@ class Pipeline:
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Adapt the settings of a checked request to the engines, and check the memory for one image.
-
-        Raises:
-            RequestError: one image needs more memory than was free after loading, or the pipeline was closed. GPU
-                memory is not checked.
-        """
+        """Adapt the settings of a checked request to the engines, and check the memory for one image on a CPU."""
         engines = self.engines
         settings = self.adapt_settings_to_engines(request.settings)
         max_images = compute_max_images(
@@ -339,11 +334,7 @@ class Pipeline:
         return PreparedRequest(self.bundle, engines, request.images, settings, plan, max_images)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        """Generate the images of a checked request, and return a generator of steps, as `stream` does.
-
-        Raises:
-            RequestError: there is not enough memory, or the pipeline was closed, before the first step.
-        """
+        """Generate the images of a checked request, as `stream` does; RequestError if there is not enough memory."""
         return self._generate_steps(self.prepare(request))
 
     def adapt_settings_to_engines(self, settings: GenerationSettings) -> GenerationSettings:
@@ -371,18 +362,7 @@ class Pipeline:
     def decode_image(
         self, images: Sequence[ImageRequest], settings: GenerationSettings, image_index: int, codes_by_cell: Ints
     ) -> Image:
-        """Decode an image of a request from its tokens.
-
-        Args:
-            image_index: index of the image in `images`, from 0.
-            codes_by_cell: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which are grey.
-
-        Returns:
-            The image. If all cells have tokens, the `info` of the image has the recipe.
-
-        Raises:
-            RequestError: the pipeline was closed, or the bundle has no image decoder.
-        """
+        """Decode image `image_index` from the token of each cell, int64 `[cells]`, -1 in cells that are still grey."""
         self.bundle.check_has_image_decoder()
         manifest = self.bundle.manifest
         size = settings.image_size

@@ -68,11 +68,7 @@ class PreparedRequest:
 def make_plan(
     manifest: Manifest, settings: GenerationSettings, engines: BundleEngines, adaptive_window: bool = False
 ) -> Plan:
-    """Convert the settings of a request to the form that the runtime reads.
-
-    Args:
-        adaptive_window: whether the window of exact `sjd` adapts to the number of accepted tokens.
-    """
+    """Convert the settings of a request to the form that the runtime reads."""
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
     return Plan(manifest.layout(settings.image_size), settings.sampling, settings.method, nodes, adaptive_window)
 

@@ -15,11 +15,7 @@ from .hints import suggest_name
 from .inputs import check_int, convert_numpy_value, convert_to_list, format_value
 from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Options
-from .subjects.base import (
-    ImageRequest,
-    RequestContext,
-    make_missing_guidance_error,
-)
+from .subjects.base import ImageRequest, RequestContext, make_missing_guidance_error
 from .subjects.table import PARTS, WORDS, choose_subject_kind, list_subjects, restore_subject
 from .text.prompt_tokenizer import PromptTokenizer
 
@@ -57,11 +53,7 @@ class Request:
 
 
 def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> GenerationSettings:
-    """Validate the settings of a request and complete them from the bundle's defaults.
-
-    Args:
-        options: `quality` or `method`, `size`, and settings in `SAMPLING`, as in `Options`; None counts as missing.
-    """
+    """Check the options `quality`, `method`, `size` and `SAMPLING`, and complete them from the bundle's defaults."""
     options = {name: convert_numpy_value(value) for name, value in options.items() if value is not None}
     _check_option_names(options)
     _check_quality_option(options)
@@ -133,13 +125,8 @@ def _find_preset_method(manifest: Manifest, quality: str) -> MethodConfig:
 def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options: Mapping[str, Any]) -> Request:
     """Check a request against a bundle, without loading a graph.
 
-    Args:
-        tokenizer: tokenizer of the bundle; None: the bundle takes no prompts.
-        options: `prompts` and the options of `Options`; None counts as missing.
-
-    Raises:
-        RequestError: an option is invalid. The error names the option and, if there are several prompts, the prompt.
-        TypeError: an option does not exist.
+    `options` are `prompts` and those of `Options`, of which None counts as missing. An error of an option that does not
+    exist is a TypeError; the RequestError of any other names the option and, among several prompts, the prompt.
     """
     settings_options = {name: value for name, value in options.items() if value is not None}
     if "prompt" in settings_options:
@@ -177,11 +164,7 @@ def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options
 
 
 def check_options(num_prompts: int, options: Mapping[str, Any]) -> tuple[int, MethodConfig | None]:
-    """Check options of a request as far as possible without a bundle, for example before a download.
-
-    Returns:
-        The number of images; and the method, None if the options name no method.
-    """
+    """Check options as far as possible without a bundle; return the number of images, and the method if named."""
     _check_quality_option(options)
     validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
     images_per_prompt = check_int("num_images", options.get("num_images"), 1, 1, IMAGES_LIMIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -57,11 +58,12 @@ class Service:
         max_images = check_int("max_images_per_pass", max_images_per_pass, default, 1, 4096)
         self.capacity = ServiceCapacity(max_images, check_int("max_queued_images", max_queued_images, 256, 0, 1 << 20))
         self._rows = min(2 * max_images, engines.max_rows)  # an image with guidance has two rows
-        self._batches = BatchScheduler(self.model, max_images, self._rows, self._find_caller)
         self._requests: dict[int, ServiceRequest] = {}  # index of a sequence -> request
-        self._num_sequences = 0  # number of sequences so far; the index of the next sequence
+        self._batches = BatchScheduler(self.model, max_images, self._rows, self._requests)
+        self._sequence_indices = itertools.count()
         self._num_callers = 0  # number of callers with recent requests
         self._changed = threading.Condition()  # its lock protects the state that threads share: capacity, deques, flags
+        # Other threads append to these deques, and the service's thread alone removes requests, which needs no lock.
         self._arriving: deque[ServiceRequest] = deque()  # requests that the thread has not queued yet
         self._cancelled: deque[ServiceRequest] = deque()  # requests that the thread has not removed yet
         self._last_pass = time.perf_counter()  # time at the end of the last forward pass, or of the last idle time
@@ -163,9 +165,6 @@ class Service:
             self._changed.notify()
         self._thread.join()
 
-    def _find_caller(self, sequence: state.ImageSequence) -> str:
-        return self._requests[sequence.index].caller
-
     def _run_loop(self) -> None:
         is_running = True
         try:
@@ -189,17 +188,14 @@ class Service:
                 self._last_pass = time.perf_counter()  # idle time must not count as time of a pass
             if self._closing and not (self._draining and (self._arriving or self._requests)):
                 return False
-        while (request := self._pop_request(self._cancelled)) is not None:
-            self._end_request(request)
-        while (request := self._pop_request(self._arriving)) is not None:
+        while self._cancelled:
+            self._end_request(self._cancelled.popleft())
+        while self._arriving:
+            request = self._arriving.popleft()
             if not request.has_ended:  # a request may be cancelled before this thread queues it
                 self._queue_images(request)
         self._reject_late_requests()
         return True
-
-    def _pop_request(self, requests: deque[ServiceRequest]) -> ServiceRequest | None:
-        with self._changed:
-            return requests.popleft() if requests else None
 
     def _queue_images(self, request: ServiceRequest) -> None:
         prepared_request = request.prepared_request
@@ -210,9 +206,8 @@ class Service:
             return
         request.timers = self._batches.timers[0].copy(), self._batches.timers[1].copy()
         for prompt, seed in zip(prompts, prepared_request.seeds, strict=True):
-            sequence = state.ImageSequence(self._num_sequences, prepared_request.plan, prompt, seed)
-            self._requests[self._num_sequences] = request
-            self._num_sequences += 1
+            sequence = state.ImageSequence(next(self._sequence_indices), prepared_request.plan, prompt, seed)
+            self._requests[sequence.index] = request
             request.sequences.append(sequence)
             self._batches.waiting.append(sequence)
 
@@ -245,10 +240,10 @@ class Service:
             return
         began = time.perf_counter()
         try:
-            parts = chosen.run()
+            joining = chosen.joining_sequences
+            parts = chosen.batch.add(joining) if joining else chosen.batch.step()
         except Exception as error:
-            active_sequences = chosen.batch.active_sequences
-            joining = [sequence for sequence in chosen.joining_sequences if sequence not in active_sequences]
+            joining = [sequence for sequence in joining if sequence not in chosen.batch.active_sequences]
             if not joining or not isinstance(error, LanternError):
                 raise
             # The sequences could not join, for example for lack of memory. The batch is unchanged and continues.
@@ -296,11 +291,8 @@ class Service:
 
         Without `last_update`, the last step or an error, the request was cancelled, and the listener is not called.
         """
-        if not request.has_ended:
-            self._remove_request(request, last_update)
-            self._batches.remove(request.sequences)
-
-    def _remove_request(self, request: ServiceRequest, last_update: StreamStep | BaseException | None) -> None:
+        if request.has_ended:
+            return
         request.has_ended = True
         for sequence in request.sequences:
             self._requests.pop(sequence.index, None)
@@ -309,6 +301,7 @@ class Service:
             request.reserved_images = 0
         if last_update is not None:
             self._call_listener(request, last_update)
+        self._batches.remove(request.sequences)
 
     def _call_listener(self, request: ServiceRequest, update: StreamStep | BaseException) -> None:
         try:
@@ -323,7 +316,7 @@ class Service:
         self._failures += 1
         self._batches.clear()
         ended = {*self._requests.values()}
-        while self._closing and (request := self._pop_request(self._arriving)) is not None:
-            ended.add(request)
+        while self._closing and self._arriving:
+            ended.add(self._arriving.popleft())
         for request in ended:
-            self._remove_request(request, copy(error).with_traceback(None))  # every caller raises a separate copy
+            self._end_request(request, copy(error).with_traceback(None))  # every caller raises a separate copy

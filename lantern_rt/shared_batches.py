@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -13,15 +13,13 @@ from .methods import MethodConfig
 from .runtime.batch import Batch
 from .runtime.decode import select_next_sequences
 from .runtime.drafters import count_draft_nodes
-from .runtime.drafting import SequenceStep
 from .runtime.state import ImageSequence, LoadedModel
 from .runtime.statistics import EngineTimer
+from .service_request import ServiceRequest
 
 MAX_NODES = 65  # maximum number of nodes per image; a pass pads all images to the largest number, which costs time
 FEW_NODES = 2  # number of nodes per image above which an image slows down other callers' images in the same pass
-_NUM_BATCHES = (
-    MAX_NODES.bit_length() + 1
-)  # number of batches: batch 0, and one for each bit length of the number of nodes
+_NUM_BATCHES = MAX_NODES.bit_length() + 1  # batch 0, and one for each bit length of the number of nodes
 
 
 class ScheduledPass(NamedTuple):
@@ -31,23 +29,21 @@ class ScheduledPass(NamedTuple):
     joining_sequences: list[ImageSequence]
     callers_by_batch: dict[int, set[str]]  # callers of each batch that has images
 
-    def run(self) -> list[SequenceStep]:
-        return self.batch.add(self.joining_sequences) if self.joining_sequences else self.batch.step()
-
 
 class BatchScheduler:
     """Batches of a service, and the choice of the batch that runs next.
 
     With several callers, images that would slow down or change other callers' images run in separate batches.
+    `requests` are the requests by the indices of their sequences; the service changes them.
     """
 
     def __init__(
-        self, model: LoadedModel, max_images: int, max_rows: int, find_caller: Callable[[ImageSequence], str]
+        self, model: LoadedModel, max_images: int, max_rows: int, requests: Mapping[int, ServiceRequest]
     ) -> None:
         self._model = model
         self._max_images = max_images
         self._max_rows = max_rows
-        self._find_caller = find_caller
+        self._requests = requests
         self.timers = EngineTimer(), EngineTimer()  # of target and drafter, over all batches
         self._spent: dict[int, float] = {}  # index of a batch with images -> seconds per caller since it has images
         self.clear()
@@ -80,16 +76,18 @@ class BatchScheduler:
             num_callers: number of callers with recent requests.
             max_caller_images: maximum number of images of a caller if there are no other callers.
         """
-        queued = self._waiting_by_batch(num_callers, max_caller_images)
-        free = self._max_images - self.num_active_images
+        active = [sequence for batch in self._batches for sequence in batch.active_sequences]
+        free = self._max_images - len(active)
+        queued = self._waiting_by_batch(active, num_callers, max_caller_images)
         callers: dict[int, set[str]] = {}
         joining: dict[int, list[ImageSequence]] = {}
         for i, batch in enumerate(self._batches):
             waiting = queued.get(i, [])
             # `max_images` holds for all batches together: this batch keeps its images and may add `free` images.
-            joining[i] = select_next_sequences(batch, waiting, free + len(batch.active_sequences), self._max_rows)
+            max_images = free + len(batch.active_sequences)
+            joining[i] = select_next_sequences(batch, waiting, max_images, self._max_rows) if waiting else []
             if batch.active_sequences or joining[i]:
-                callers[i] = {self._find_caller(sequence) for sequence in (*batch.active_sequences, *waiting)}
+                callers[i] = {self._requests[sequence.index].caller for sequence in (*batch.active_sequences, *waiting)}
         if not callers:
             return None
         # A new batch starts at the minimum: from 0 it would run alone until it had caught up with older batches.
@@ -108,19 +106,20 @@ class BatchScheduler:
             # A sequence that has joined has its first token.
             self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
 
-    def _waiting_by_batch(self, num_callers: int, max_caller_images: int) -> dict[int, list[ImageSequence]]:
+    def _waiting_by_batch(
+        self, active: Sequence[ImageSequence], num_callers: int, max_caller_images: int
+    ) -> dict[int, list[ImageSequence]]:
         """Return, by batch index, the waiting sequences in the order in which they join.
 
         Sequences of the callers with the fewest images come first. Each waiting image counts for later images of its
         caller, so callers alternate.
         """
-        active = [sequence for batch in self._batches for sequence in batch.active_sequences]
         # With several callers, each may have an equal share of the running images, so that later callers need not wait.
         share = max(1, self._max_images // num_callers) if num_callers > 1 else max_caller_images
-        counts = Counter(map(self._find_caller, active))
+        counts = Counter([self._requests[sequence.index].caller for sequence in active])
         ranked: list[tuple[int, ImageSequence]] = []  # images that the caller has before this one, and the image
         for sequence in self.waiting:
-            caller = self._find_caller(sequence)
+            caller = self._requests[sequence.index].caller
             if counts[caller] < share:
                 ranked.append((counts[caller], sequence))
             counts[caller] += 1

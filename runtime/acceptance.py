@@ -66,7 +66,6 @@ def verify_tree_exact(tree: DraftTree, choose_token: Callable[[int], int], max_t
     """Find the path of draft tokens that equal the tokens that the target chooses.
 
     Args:
-        tree: draft tree.
         choose_token: function from a node to the token that the target chooses after the node.
         max_tokens: maximum number of tokens to accept, including the preserved tokens of the tree.
     """
@@ -101,11 +100,7 @@ class RelaxationSettings:
 
     @classmethod
     def from_method(cls, method: MethodConfig, neighbors: Codes | None) -> RelaxationSettings:
-        """Return the parameters of relaxed acceptance of a method.
-
-        Raises:
-            RequestError: `neighbors` is None, because the model was loaded without the table.
-        """
+        """Return a method's parameters, or raise RequestError if the model was loaded without a table of neighbours."""
         assert isinstance(method, RelaxedMethod)
         if neighbors is None:
             problem = "reads a table of neighbours, which the model was loaded without"
@@ -130,10 +125,8 @@ def verify_tree_relaxed(
     """Find the accepted path with relaxed acceptance of sampled tokens, trying one child after another.
 
     Args:
-        tree: draft tree.
         target_distribution: called only for visited nodes.
         choose_token: called only for a leaf, after which no draft token was rejected.
-        relaxation: parameters of relaxed acceptance.
         acceptance_rng: function from a node to the random number generator that decides on the node's children. Every
             child uses one number, even if q gives its token probability 0. If all children are rejected, one more
             number samples the token after the node.

@@ -18,7 +18,6 @@ from .device import DeviceLogits
 from .drafters import BatchDrafters
 from .drafting import CommitCallback, CommittedTokens, Draft, SequenceStep
 from .engine import Cache, DeviceArray, Floats, PassOutput
-from .layout import PassLayout
 from .likelihood import recompute_logits
 from .passes import PrefixBatch
 from .state import ImageSequence, LoadedModel
@@ -33,7 +32,6 @@ class Batch:
     """Sequences of one model that share forward passes. The caller decides which sequences join, and when.
 
     Args:
-        model: engines and tables of the model.
         on_commit: callback that gets the committed tokens after every forward pass.
         timers: timers of the target and of the drafter; None: new timers.
     """
@@ -54,10 +52,6 @@ class Batch:
         self._drafters = BatchDrafters(model, self.drafter_timer)
         self._update_rows()
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._prefixes.lengths)
-
     def add(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
         """Add sequences to the batch: run one target pass over their prefixes, and sample their first codes.
 
@@ -77,25 +71,15 @@ class Batch:
             self._remove(leaving)
 
     def step(self) -> list[SequenceStep]:
-        """Run one target pass over the drafts of all active sequences, and commit the accepted tokens.
-
-        Returns:
-            The step of each active sequence, except of failed sequences.
-
-        Raises:
-            EngineError: the pass failed.
-        """
+        """Run one target pass over the drafts of all sequences, and commit the accepted tokens; otherwise as `add`."""
         if not self.active_sequences:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # see `add`
             drafts, num_nodes = self._make_drafts()
-            layouts = {sequence: drafts[sequence].make_pass_layout() for sequence in self.active_sequences}
-            pass_output = self._verify_drafts(layouts, num_nodes)
+            pass_output = self._verify_drafts(drafts, num_nodes)
             outputs = {
-                sequence: self._make_target_output(
-                    sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence]
-                )
-                for sequence, layout in layouts.items()
+                sequence: self._make_target_output(sequence, drafts[sequence], pass_output.logits, rows)
+                for sequence, rows in self._rows.items()
             }
             self._sample_tokens(pass_output.logits, outputs.values())
             steps: list[SequenceStep] = []
@@ -134,8 +118,7 @@ class Batch:
         commits: list[CommittedTokens] = []
         for sequence, rows in _assign_rows(sequences).items():
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
-            layout = sequence.plan.layout.lay_out_prefix_end()
-            output = self._make_target_output(sequence, draft, layout, last_logits, rows)
+            output = self._make_target_output(sequence, draft, last_logits, rows)
             preserved, _ = sequence.next_preserved_codes()
             # A preserved first code is not sampled. The next pass commits further preserved codes as a chain.
             try:
@@ -148,18 +131,15 @@ class Batch:
             nodes = [np.arange(length) for length in lengths[rows]]
             commits.append(CommittedTokens(sequence, codes, nodes, rows, pass_output.hidden, output))
         self.target_timer.append_to_cache(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
-        self._add_prefilled(sequences, cache)
-        self._commit_tokens(commits)
-        return steps
-
-    def _add_prefilled(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
-        if self.active_sequences and self._cache is not None:
-            self._cache.extend(cache)
-        else:
+        if self._cache is None:
             self._cache = cache
+        else:
+            self._cache.extend(cache)
         self._drafters.add(sequences)
         self.active_sequences += sequences
         self._update_rows()
+        self._commit_tokens(commits)
+        return steps
 
     def _make_drafts(self) -> tuple[dict[ImageSequence, Draft], int]:
         """Return a draft for every active sequence, and the number of nodes to which the pass is padded."""
@@ -173,18 +153,18 @@ class Batch:
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
 
-    def _verify_drafts(self, layouts: Mapping[ImageSequence, PassLayout], num_nodes: int) -> PassOutput:
+    def _verify_drafts(self, drafts: Mapping[ImageSequence, Draft], num_nodes: int) -> PassOutput:
         assert self._cache is not None
         target = self.model.target
-        num_nodes = max(num_nodes, *(len(layout.tokens) for layout in layouts.values()))
-        placed = ((self._rows[sequence], layout) for sequence, layout in layouts.items())
+        num_nodes = max(num_nodes, *(len(draft.layout.tokens) for draft in drafts.values()))
+        placed = ((self._rows[sequence], draft.layout) for sequence, draft in drafts.items())
         batch = self._prefixes.build_pass_input(target, self._cache, placed, num_nodes, self.model.num_positions - 1)
         return self.target_timer.run_pass(target, batch, self._cache)
 
     def _make_target_output(
-        self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
+        self, sequence: ImageSequence, draft: Draft, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
-        output = TargetOutput(sequence, draft, layout, logits, rows)
+        output = TargetOutput(sequence, draft, logits, rows)
         # Only an exact method must return the same token in spite of rounding. A bound of 0 turns this off.
         if sequence.plan.method.exact and self.model.rounding_bound > 0:
             sampler = sequence.plan.sampler
@@ -226,11 +206,12 @@ class Batch:
     def _remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Remove sequences, and the unconditional batch rows of sequences whose guidance has ended."""
         self.active_sequences = [sequence for sequence in self.active_sequences if sequence not in sequences]
-        if self.failed_sequences and self._cache is not None:
+        assert self._cache is not None
+        if self.failed_sequences:
             self._cache.forbid_memory_reuse()  # the cache may contain NaN
         if not self.active_sequences:
             self._cache = None
-        elif self._cache is not None:
+        else:
             # `_rows` still describes the rows before this change. A sequence whose guidance has ended keeps its first
             # row, which is the conditional row.
             starts = [(self._rows[sequence].start, len(sequence.rows)) for sequence in self.active_sequences]
@@ -239,7 +220,9 @@ class Batch:
         self._update_rows()
 
     def _update_rows(self) -> None:
-        self._prefixes = PrefixBatch([row for sequence in self.active_sequences for row in sequence.rows])
+        rows = [row for sequence in self.active_sequences for row in sequence.rows]
+        self.num_rows = len(rows)
+        self._prefixes = PrefixBatch(rows)
         self._rows = _assign_rows(self.active_sequences)
 
 

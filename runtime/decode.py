@@ -43,8 +43,6 @@ def decode(
     The tokens of an image do not depend on the other images in the batch, whatever the method.
 
     Args:
-        model: engines and tables of the model.
-        plan: layout, method and sampling settings of the images.
         prompts: prompts; the next prompt is read when the batch has capacity for another image.
         seeds: one seed for each prompt, 0 .. 2^64 - 1.
         max_images: maximum number of images in a forward pass; further images wait.

@@ -123,7 +123,6 @@ def count_draft_nodes(method: MethodConfig, max_nodes: int = MAX_BATCH_NODES) ->
     """Return the number of nodes of a method's draft, the root included.
 
     Args:
-        method: method of the images.
         max_nodes: maximum number of nodes that the engines allow, which methods without a fixed draft size use.
 
     Raises:

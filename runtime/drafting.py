@@ -13,7 +13,7 @@ import numpy as np
 
 from .acceptance import Acceptance
 from .engine import DeviceArray, Floats, Ints
-from .layout import CodesWithCells, PassLayout
+from .layout import CodesWithCells
 from .state import ImageSequence, LoadedModel
 from .target import DraftNodes, TargetOutput
 from .tree import DraftTree
@@ -33,8 +33,13 @@ class SequenceStep(NamedTuple):
 
     @classmethod
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
+        """Append codes to a sequence, and also all remaining codes if only preserved codes remain."""
         before = len(sequence.codes)
-        sequence.append_codes(codes)
+        sequence.codes += codes.tolist()
+        if sequence.preserved_codes is not None:
+            preserved, _ = sequence.next_preserved_codes()
+            if len(preserved) == sequence.num_remaining_codes:
+                sequence.codes += preserved.tolist()
         return cls(sequence.index, *sequence.plan.layout.place_codes(sequence.codes, before))
 
     @property
@@ -56,9 +61,6 @@ class Draft(DraftNodes, Protocol):
     @property
     def tokens(self) -> Ints:
         """Tokens of the nodes, int64 `[nodes]`."""
-
-    def make_pass_layout(self) -> PassLayout:
-        """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Verify the draft, and append the codes that the target accepts to the sequence.

@@ -49,16 +49,10 @@ class EagleDrafter(TreeDrafter):
             max_slots = max(max_slots, self.shape.depth * self.shape.branching_factor)
         self.slots = EagleRunner(model, max_slots, timer)
 
-    @property
-    def sequences(self) -> list[ImageSequence]:
-        """Sequences that this drafter drafts for, in the order of their batch rows."""
-        return self.slots.sequences
-
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         self.slots.store_committed_tokens(commits)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the slots of these sequences, and the unconditional rows of sequences whose guidance has ended."""
         self.slots.remove(sequences)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
@@ -71,7 +65,7 @@ class EagleDrafter(TreeDrafter):
         else:
             trees = self._draft_dynamic_trees(self.shape, root_tokens, level)
         self.slots.cache.truncate(committed)  # the slots of draft nodes come after the committed slots
-        drafted = dict(zip(self.sequences, trees, strict=True))
+        drafted = dict(zip(self.slots.sequences, trees, strict=True))
         for sequence, tree in drafted.items():
             if tree.num_nodes == 1:  # NaN after the root, which is an accepted token; other slots may have NaN
                 sequence.error = make_invalid_logits_error()
@@ -87,11 +81,11 @@ class EagleDrafter(TreeDrafter):
         logits = level.logits
         num_slots = level.nodes.shape[1]
         on_device = isinstance(logits, DeviceLogits) and all(
-            logits.supports_sampling(sequence.plan.sampling) for sequence in self.sequences
+            logits.supports_sampling(sequence.plan.sampling) for sequence in self.slots.sequences
         )
         best: list[tuple[Ints, Floats]] = []
         requests: list[SamplingRequest] = []
-        for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True):
+        for sequence, rows in zip(self.slots.sequences, self.slots.batch_rows, strict=True):
             sampler = sequence.plan.sampler
             noise = sequence.noise if add_noise else None
             # Children of the root (depth 0) are candidates for the next code. All slots sample the same code.
@@ -124,14 +118,14 @@ class EagleDrafter(TreeDrafter):
             for builder, best in zip(builders, self._choose_children(level, depth, count, add_noise=True), strict=True):
                 builder.add_children(inner, *best)
         trees: list[DraftTree] = []
-        for sequence, rows, builder in zip(self.sequences, self.slots.batch_rows, builders, strict=True):
+        for sequence, rows, builder in zip(self.slots.sequences, self.slots.batch_rows, builders, strict=True):
             sampler = sequence.plan.sampler
             proposal = (
                 partial(_compute_child_distribution, shape, levels, rows, sampler, len(sequence.codes))
                 if self.relaxed
                 else no_proposal_distribution
             )
-            trees.append(builder.build(proposal, sampler.sampling.greedy))
+            trees.append(builder.build(proposal, sampler.greedy))
         return trees
 
     def _draft_dynamic_trees(

@@ -58,9 +58,7 @@ class EagleRunner:
     """Runner of an EAGLE drafter for several sequences, with the drafter's cache.
 
     Args:
-        model: engines and drafter layout of the model; `model.drafter` must not be None.
         max_draft_slots: maximum number of draft slots of a row, without end-of-row tokens.
-        timer: timer of drafter passes.
 
     Attributes:
         sequences: sequences in the order of their rows in the cache.
@@ -130,7 +128,6 @@ class EagleRunner:
         return self._cache
 
     def root_tokens(self) -> Ints:
-        """Return the last committed token of every sequence, int64 `[sequences]`."""
         return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
 
     def run_pending_tokens(self) -> TreeLevelOutput:

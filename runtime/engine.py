@@ -37,15 +37,10 @@ class HiddenStateView:
     rows: Ints  # row of each state in `source`, int64 `[rows, nodes]`
     nodes: Ints  # node of each state in `source`, int64 `[rows, nodes]`
 
-    def read(self) -> Floats:
-        """Return the hidden states, float32 `[rows, nodes, hidden_size]`."""
-        states: Floats = self.source[self.rows, self.nodes]
-        return states
-
 
 def read_hidden_states(states: Floats | HiddenStateView) -> Floats:
     """Return hidden states as an array, float32 `[..., hidden_size]`."""
-    return states.read() if isinstance(states, HiddenStateView) else states
+    return states.source[states.rows, states.nodes] if isinstance(states, HiddenStateView) else states
 
 
 def stack_hidden_states(

@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from .drafting import AcceptedDraft, Drafter, SequenceStep
 from .engine import Ints
 from .groups import GroupLayout
-from .layout import PassLayout
 from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
-from .tree import TreeStructure
 from .tree_drafts import make_chain
 
 
-@dataclass(eq=False)
 class GroupDraft:
     """Draft for the next group of cells of one sequence, with one node for each cell and no draft tokens."""
 
-    sequence: ImageSequence
-    group_layout: GroupLayout
-    first_code_index: int = field(init=False)  # number of codes before the group
-    tokens: Ints = field(init=False)  # tokens of the pass nodes
-    tree_structure: TreeStructure = field(init=False)  # a chain, so that all tokens are sampled together
-
-    def __post_init__(self) -> None:
-        self.first_code_index = len(self.sequence.codes)
-        group = self.group_layout.find_group_index(self.first_code_index)
-        self._layout = self.group_layout.lay_out_groups(range(group, group + 1), self.sequence.codes)
-        self.tokens = self._layout.tokens
-        self.tree_structure = make_chain([0] * len(self.group_layout.groups[group])).tree_structure
-
-    @property
-    def next_code_indices(self) -> Sequence[int]:
-        return range(self.first_code_index, self.first_code_index + len(self.tree_structure.depths))
-
-    @property
-    def sampled_nodes(self) -> Sequence[int] | None:
-        """All nodes; None if a code is sampled from logits of two nodes, which devices do not support."""
-        return range(len(self.tree_structure.depths)) if self._layout.nodes_match_draft else None
-
-    def make_pass_layout(self) -> PassLayout:
-        return self._layout
+    def __init__(self, sequence: ImageSequence, group_layout: GroupLayout) -> None:
+        self.sequence = sequence
+        first = self.first_code_index = len(sequence.codes)
+        group = group_layout.find_group_index(first)
+        self.layout = group_layout.lay_out_groups(range(group, group + 1), sequence.codes)
+        self.tokens = self.layout.tokens
+        count = len(group_layout.groups[group])
+        self.tree_structure = make_chain([0] * count).tree_structure  # a chain, so all tokens are sampled together
+        self.next_code_indices: Sequence[int] = range(first, first + count)
+        # None if a code is sampled from logits of two nodes, which devices do not support.
+        self.sampled_nodes: Sequence[int] | None = range(count) if self.layout.nodes_match_draft else None
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes of all earlier groups, because the codes of a group do not depend on each other."""
@@ -53,7 +36,7 @@ class GroupDraft:
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Append the sampled codes of the group; preserved cells get their preserved codes."""
         sequence = self.sequence
-        known = [-1] * len(self.tree_structure.depths)
+        known = [-1] * len(self.next_code_indices)
         if sequence.preserved_codes is not None:
             known = sequence.preserved_codes[self.first_code_index :][: len(known)].tolist()
         codes = np.array([output.choose_token(node) if code < 0 else code for node, code in enumerate(known)], np.int64)

@@ -20,6 +20,9 @@ class Guidance:
     def __init__(self, sampling: Sampling, layout: ImageLayout) -> None:
         self.num_guided_codes = sampling.count_guided_tokens(layout.num_codes)
         self._scales = _compute_scales(sampling, layout)
+        # Rounding errors grow by this factor, because guidance computes scale * cond - (scale - 1) * uncond.
+        scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
+        self.rounding_growth = scale + abs(scale - 1)
 
     def count_batch_rows(self, code_index: int) -> int:
         """Return how many batch rows the distribution of a code depends on: 2 if the code is guided, else 1."""

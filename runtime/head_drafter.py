@@ -33,7 +33,7 @@ from .tree import (
     TreeShape,
     no_proposal_distribution,
 )
-from .tree_drafts import TreeDrafter
+from .tree_drafts import TreeDrafter, make_chain
 
 
 class HeadDrafter(TreeDrafter):
@@ -144,8 +144,7 @@ class DraftHeadState:
             return self.sampler.compute_distribution(levels[node][0])
 
         proposal = no_proposal_distribution if self.sequence.plan.method.exact else compute_proposal
-        # Each node is the parent of the next node. The root has parent -1.
-        return DraftTree(np.array(codes, np.int64), np.arange(len(codes), dtype=np.int64) - 1, proposal)
+        return make_chain(codes, proposal=proposal)
 
     def _draft_static_tree(self, shape: StaticTreeShape, max_depth: int) -> DraftTree:
         builder = StaticTreeBuilder(shape, self.sequence.codes[-1])
@@ -163,7 +162,7 @@ class DraftHeadState:
             return self.sampler.compute_distribution(levels[depth][index])
 
         proposal = no_proposal_distribution if self.sequence.plan.method.exact else compute_proposal
-        return builder.build(proposal, self.sampler.sampling.greedy)
+        return builder.build(proposal, self.sampler.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])

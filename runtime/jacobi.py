@@ -61,10 +61,9 @@ class JacobiDrafter(TreeDrafter):
             self._windows.pop(sequence, None)
 
     def _get_window(self, sequence: ImageSequence) -> JacobiWindow:
-        stores_proposals = not sequence.plan.method.exact and not sequence.plan.sampling.greedy
-        window = self._windows.setdefault(
-            sequence, JacobiWindow(sequence.window, sequence.plan.raster_layout, stores_proposals)
-        )
+        stores_proposals = not sequence.plan.method.exact and not sequence.plan.sampler.greedy
+        new_window = JacobiWindow(sequence.window, sequence.plan.raster_layout, stores_proposals)
+        window = self._windows.setdefault(sequence, new_window)
         window.size = sequence.window
         return window
 

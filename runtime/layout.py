@@ -8,7 +8,7 @@ that are generated in groups of cells. The decode loop uses both through `ImageL
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -41,6 +41,8 @@ class PassLayout:
     positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
     # Attention mask among the nodes: row node attends to column node, bool `[pass nodes, pass nodes]`.
     ancestor_mask: Bools
+    # Whether each node attends to each cached token of the image, bool `[pass nodes, cached tokens]`; None: to all.
+    past_mask: Bools | None = field(default=None, kw_only=True)
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
         """Return the logits from which the tokens after draft nodes are sampled, `[rows, nodes, vocab_size]`."""
@@ -58,9 +60,6 @@ class PassLayout:
     def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
         """Of the committed pass nodes, return those after which the last `count` codes were sampled."""
         return committed_nodes[-count:]
-
-    def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        """Clear entries of the attention mask `[pass nodes, cached tokens]` in place; the base class clears none."""
 
 
 class ImageLayout(Protocol):

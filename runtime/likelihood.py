@@ -51,9 +51,6 @@ def compute_likelihood(
     """Return the mean negative log-likelihood and the mean entropy of the tokens of one image.
 
     Args:
-        model: model with its target engine.
-        plan: layout and sampling settings of the image.
-        prompt: prompt of the image.
         codes: token of each cell in raster order, int64 `[cells]`.
         counted_cells: True in the cells to average over, bool `[cells]`; None: all cells.
     """

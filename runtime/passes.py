@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 import numpy as np
 
@@ -22,12 +21,6 @@ def stack_padding_masks(padding_masks: list[Bools]) -> Bools:
     for stacked_row, row in zip(stacked, padding_masks, strict=True):
         stacked_row[: len(row)] = row
     return stacked
-
-
-@cache
-def identity_mask(num_nodes: int) -> Bools:
-    """Return an identity matrix, bool `[num_nodes, num_nodes]`; it is cached, so callers must not change it."""
-    return np.eye(num_nodes, dtype=bool)
 
 
 def build_prefill_mask(is_real_token: Bools, num_nodes: int) -> Bools:
@@ -99,8 +92,6 @@ class PrefixBatch:
         """Return the input of a pass over the nodes of several sequences, padded to the same number of nodes.
 
         Args:
-            engine: engine that will run the pass.
-            cache: cache that the pass reads.
             layouts: batch rows and layout of each sequence.
             num_nodes: number of nodes of a row, at least the number of nodes of the longest layout.
             max_position: last position of the rotary table; nodes after this position also get this position.
@@ -108,16 +99,16 @@ class PrefixBatch:
         num_nodes = max(MIN_NODES, num_nodes)
         attention_mask, past_length = build_committed_mask(engine, cache, cache.lengths, num_nodes, self.padding)
         # Padding nodes attend to themselves, because a softmax over no columns would be NaN.
-        attention_mask[:, :, past_length:] = identity_mask(num_nodes)
+        attention_mask[:, :, past_length:] = np.eye(num_nodes, dtype=bool)
         tokens, positions = np.zeros((2, len(self.lengths), num_nodes), np.int64)  # both [rows, nodes]
         for rows, layout in layouts:
             count = len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestor_mask
             positions[rows, :count] = layout.positions + self._first_positions[rows]
-            for row in range(*rows.indices(len(tokens))):
-                # The cache columns after the prefix of the row contain the tokens of the image. The slice is a view, so
-                # the call changes `attention_mask`.
-                layout.mask_cached_tokens(attention_mask[row, :count, self.lengths[row] :])
+            if layout.past_mask is not None:
+                for row_mask, prefix in zip(attention_mask[rows], self.lengths[rows], strict=True):
+                    # The cache columns after the prefix of the row contain the tokens of the image.
+                    row_mask[:count, prefix : prefix + layout.past_mask.shape[1]] &= layout.past_mask
         # Drafts may extend past the last code, where the rotary table ends.
         return PassInput(np.minimum(positions, max_position), attention_mask, tokens)

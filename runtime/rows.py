@@ -19,7 +19,7 @@ end-of-row token of the row above is the stand-in. This token enters the cache w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -67,15 +67,10 @@ class GridPass:
     next_code_indices: Ints  # index of the code after each node, int64 `[nodes]`
 
     @property
-    def num_nodes(self) -> int:
-        return len(self.tokens)
-
-    @property
     def tree_structure(self) -> TreeStructure:
         """Structure of the draft: the attention mask among the nodes, and the cells of the nodes as `depths`."""
-        ancestor_mask = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0) | np.eye(
-            self.num_nodes, dtype=bool
-        )
+        attended = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0)
+        ancestor_mask = attended | np.eye(len(self.tokens), dtype=bool)
         return TreeStructure(self.cells, (), ancestor_mask, self.cells, False)
 
     def build_attention_mask(self, cells: Ints) -> Bools:
@@ -92,7 +87,6 @@ class TokenGrid:
     """Token grid of one image during row-parallel decoding, after the first code of the grid was sampled.
 
     Args:
-        layout: layout of the image.
         codes: codes before the grid, and the first code of the grid.
         window: number of tokens by which a grid row stays behind the row above.
         num_drafts: number of draft tokens in every row; may be changed between passes.
@@ -193,7 +187,6 @@ class TokenGrid:
         """Verify the drafts of a pass and store the sampled codes.
 
         Args:
-            grid_pass: pass that was run.
             codes: codes sampled after the nodes `grid_pass.sampled_nodes`, int64 `[sampled nodes]`; `NO_CODE` from NaN.
 
         Returns:
@@ -250,45 +243,25 @@ class TokenGrid:
         return True
 
 
-@dataclass(eq=False)
-class RowParallelPassLayout(PassLayout):
-    """Nodes of several grid rows in a forward pass, which do not attend to all cached tokens."""
-
-    past_mask: Bools  # whether each node attends to each cached token of the image, bool `[nodes, entries]`
-
-    def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        attention_mask[:, : self.past_mask.shape[1]] &= self.past_mask
-
-
-@dataclass(eq=False)
 class RowParallelDraft:
     """Draft of one sequence that consists of the nodes of the active grid rows."""
 
-    sequence: ImageSequence
-    grid: TokenGrid
-    grid_pass: GridPass
-    tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
-    tree_structure: TreeStructure = field(init=False)  # attention mask among the nodes
-    next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
-    sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
-
-    def __post_init__(self) -> None:
+    def __init__(self, sequence: ImageSequence, grid: TokenGrid) -> None:
+        self.sequence = sequence
+        self.grid = grid
+        self.grid_pass = grid.plan_next_pass()
         self.tokens = self.grid_pass.tokens
         self.tree_structure = self.grid_pass.tree_structure
-        self.next_code_indices = self.grid_pass.next_code_indices.tolist()
-        self.sampled_nodes = self.grid_pass.sampled_nodes
-
-    def make_pass_layout(self) -> PassLayout:
-        tree_structure = self.tree_structure
-        past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
-        return RowParallelPassLayout(self.tokens, tree_structure.depths, tree_structure.ancestor_mask, past_mask)
+        self.next_code_indices: Sequence[int] = self.grid_pass.next_code_indices.tolist()
+        self.sampled_nodes: Sequence[int] = self.grid_pass.sampled_nodes
+        self.past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
+        ancestor_mask = self.tree_structure.ancestor_mask
+        self.layout = PassLayout(self.tokens, self.grid_pass.cells, ancestor_mask, past_mask=self.past_mask)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens to which a node attends, the token of the node included."""
-        past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)[node]
-        return np.concatenate(
-            [self.grid_pass.cached_tokens[past_mask], self.tokens[self.tree_structure.ancestor_mask[node]]]
-        )
+        attended = self.tree_structure.ancestor_mask[node]
+        return np.concatenate([self.grid_pass.cached_tokens[self.past_mask[node]], self.tokens[attended]])
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         sequence = self.sequence
@@ -321,8 +294,7 @@ class RowParallelDrafter(Drafter):
             if len(sequence.codes) <= sequence.plan.raster_layout.grid_start:
                 drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
             else:
-                grid = self._get_grid(sequence)
-                drafts.append(RowParallelDraft(sequence, grid, grid.plan_next_pass()))
+                drafts.append(RowParallelDraft(sequence, self._get_grid(sequence)))
         return drafts
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:

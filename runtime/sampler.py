@@ -29,6 +29,8 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, layout: ImageLayout) -> None:
         self.sampling = sampling
+        self.greedy = sampling.greedy
+        self._penalty = sampling.repetition_penalty or 1.0
         self.guidance = Guidance(sampling, layout)
         self._filters = make_filters(sampling)
 
@@ -40,9 +42,9 @@ class Sampler:
             code_indices: index of the code that is sampled from each vector of logits.
             preceding_codes: codes of the image before each of these codes, which only a penalty reads.
         """
-        if self.sampling.has_repetition_penalty:
+        if self._penalty != 1.0:
             logits = logits.copy()
-            penalty = np.float32(self.sampling.repetition_penalty)
+            penalty = np.float32(self._penalty)
             for row, codes in zip(logits[0], preceding_codes, strict=True):
                 known = codes[codes < len(row)]  # end-of-row tokens are not sampled
                 # Either operation lowers the logit: a division would raise a negative logit.
@@ -71,7 +73,7 @@ class Sampler:
 
         A start is the noise of an image, and the index of a code. The result is `[starts * num_codes, vocab_size]`.
         """
-        if self.sampling.greedy:
+        if self.greedy:
             return None
         parts = [noise.gumbel(code_index, num_codes, vocab_size) for noise, code_index in starts]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -79,7 +81,7 @@ class Sampler:
     def score(self, logits: Floats, code_index: int, noise: Noise | None) -> Floats:
         """Return processed logits `[..., vocab_size]` of one code with its noise, unless decoding is greedy."""
         values = self.process(logits)
-        if noise is None or self.sampling.greedy:
+        if noise is None or self.greedy:
             return values
         return values + noise.gumbel(code_index, 1, values.shape[-1])
 
@@ -129,17 +131,14 @@ class Sampler:
 
     def compute_rounding_margin(self, rounding_bound: float, num_rows: int) -> float:
         """Return the `rounding_bound` of two logits of one batch row for guided logits divided by the temperature."""
-        # Guidance computes scale * cond - (scale - 1) * uncond, so rounding errors grow by scale + |scale - 1|. A
-        # repetition penalty multiplies or divides logits.
-        scale = max(self.sampling.cfg_scale, self.sampling.last_cfg_scale)
-        guidance = scale + abs(scale - 1) if num_rows == 2 else 1.0
-        penalty = self.sampling.repetition_penalty or 1.0
-        return rounding_bound * guidance * max(penalty, 1 / penalty) / (self.sampling.temperature or 1.0)
+        guidance = self.guidance.rounding_growth if num_rows == 2 else 1.0
+        penalty = max(self._penalty, 1 / self._penalty)  # a repetition penalty multiplies or divides logits
+        return rounding_bound * guidance * penalty / (self.sampling.temperature or 1.0)
 
     def can_guide_together(self, num_rows: int, last_code_index: int) -> bool:
         """Return whether `guide_together` can guide codes up to this index, of an image with this many batch rows."""
         # The batch rows must fit every code. Guided codes come first, so the last code decides.
-        return not self.sampling.has_repetition_penalty and num_rows == self.guidance.count_batch_rows(last_code_index)
+        return self._penalty == 1.0 and num_rows == self.guidance.count_batch_rows(last_code_index)
 
     def make_request(
         self, rows: Ints, nodes: Ints, code_indices: Sequence[int], noise: Noise | None
@@ -154,7 +153,7 @@ class Sampler:
         # Row of the conditional and of the unconditional logits of each code; the same row if the code is not guided.
         source = np.stack([0 * codes, codes < self.guidance.num_guided_codes])
         nodes = np.broadcast_to(nodes, (len(rows), len(codes)))[source, np.arange(len(codes))]
-        noise = None if self.sampling.greedy else noise
+        noise = None if self.greedy else noise
         return SamplingRequest(rows[source], nodes, self.sampling, noise, codes, self.guidance.scales(codes))
 
     def _find_filter_bounds(self, scaled_logits: Floats, margin: float = 0.0) -> tuple[float, float]:

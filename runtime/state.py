@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,6 @@ from ..methods import MethodConfig, Sampling
 from .engine import Bools, Engine, Floats, Ints
 from .heads import DraftHeads
 from .layout import ImageLayout
-from .noise import Noise
 from .raster import RasterLayout
 from .sampler import Sampler
 from .statistics import SequenceStatistics
@@ -115,7 +114,7 @@ class Plan:
     def sampler(self) -> Sampler:
         return Sampler(self.sampling, self.layout)
 
-    @property
+    @cached_property
     def raster_layout(self) -> RasterLayout:
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
@@ -130,32 +129,27 @@ class Plan:
         return prefix_length + self.layout.num_tokens + self.layout.count_max_nodes_per_pass(self.max_nodes) + 2
 
 
-@dataclass(eq=False)
 class ImageSequence:
-    """Token sequence of one image that is being generated, with its plan and statistics."""
+    """Token sequence of one image that is being generated, with its plan and statistics.
 
-    index: int  # number that the caller chose for the image
-    plan: Plan
-    prompt: Prompt
-    seed: int  # 0 .. 2^64 - 1
-    rows: Sequence[PrefixRow] = field(init=False)  # prefix of each batch row, the conditional row first
-    preserved_codes: Ints | None = field(init=False)  # like `Prompt.preserved_codes`, in generation order
-    max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
-    noise: Noise = field(init=False)
-    # Codes that have been generated or preserved so far, in generation order.
-    codes: list[int] = field(init=False, default_factory=list)
-    statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
-    # Error such as NaN in the logits of this sequence, which ends only this sequence.
-    error: EngineError | None = field(init=False, default=None)
+    Args:
+        index: number that the caller chose for the image.
+        seed: 0 .. 2^64 - 1.
+    """
 
-    def __post_init__(self) -> None:
-        plan = self.plan
-        self.rows = self.prompt.rows(plan.num_rows)
-        self.noise = plan.layout.noise(self.seed)
-        self.max_nodes = plan.max_nodes
+    error: EngineError | None = None  # such as NaN in the logits of this sequence, which ends only this sequence
+
+    def __init__(self, index: int, plan: Plan, prompt: Prompt, seed: int) -> None:
+        self.index = index
+        self.plan = plan
+        self.rows: Sequence[PrefixRow] = prompt.rows(plan.num_rows)  # prefix of each batch row, the conditional first
+        self.noise = plan.layout.noise(seed)
+        self.codes: list[int] = []  # codes that have been generated or preserved so far, in generation order
+        self.statistics = SequenceStatistics()
+        self.max_nodes = plan.max_nodes  # maximum number of nodes of the next draft
         adapts = plan.adaptive_window and plan.method.has_flexible_window
         self._window = AdaptiveWindow(plan.max_nodes - 1) if adapts else None
-        self.preserved_codes = self.prompt.preserved_codes
+        self.preserved_codes = prompt.preserved_codes  # in generation order
         if self.preserved_codes is not None:
             self.preserved_codes = plan.layout.to_generation_order(self.preserved_codes)
             self.statistics.preserved = int((self.preserved_codes >= 0).sum())
@@ -205,18 +199,8 @@ class ImageSequence:
 
     def count_codes_until_preserved(self, num_skipped: int = 0) -> int:
         """Return the number of cells to generate before the next preserved cell."""
-        if self.preserved_codes is None:
-            return self.num_remaining_codes - num_skipped
         preserved, gap = self.next_preserved_codes(num_skipped)
         return 0 if len(preserved) else gap
-
-    def append_codes(self, codes: Ints) -> None:
-        """Append codes, and also all remaining codes if only preserved codes remain."""
-        self.codes += codes.tolist()
-        if self.preserved_codes is not None:
-            preserved, _ = self.next_preserved_codes()
-            if len(preserved) == self.num_remaining_codes:
-                self.codes += preserved.tolist()
 
     @property
     def num_cache_columns(self) -> int:

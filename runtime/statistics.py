@@ -9,28 +9,21 @@ from typing import Any
 from .engine import Cache, Engine, Ints, PassInput, PassOutput
 
 
+@dataclass
 class EngineTimer:
     """Counter of the forward passes of one engine, and of the seconds spent in passes and in appending to its cache."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.seconds = 0.0
-        self.start_time = time.perf_counter()
+    calls: int = 0
+    seconds: float = 0.0
+    start_time: float = field(default_factory=time.perf_counter)
 
     def copy(self) -> EngineTimer:
         """Return a timer with the same counts and a start time of now, to pass to `elapsed_since` later."""
-        timer = EngineTimer()
-        timer.calls = self.calls
-        timer.seconds = self.seconds
-        return timer
+        return EngineTimer(self.calls, self.seconds)
 
     def elapsed_since(self, start: EngineTimer) -> EngineTimer:
         """Return a timer that counts only the passes and seconds since the copy `start` was made."""
-        timer = EngineTimer()
-        timer.calls = self.calls - start.calls
-        timer.seconds = self.seconds - start.seconds
-        timer.start_time = start.start_time
-        return timer
+        return EngineTimer(self.calls - start.calls, self.seconds - start.seconds, start.start_time)
 
     def run_pass(self, engine: Engine, pass_input: PassInput, cache: Cache) -> PassOutput:
         start = time.perf_counter()

@@ -36,6 +36,10 @@ class DraftNodes(Protocol):
     """Interface to the nodes of a draft; the target samples a token after each node."""
 
     @property
+    def layout(self) -> PassLayout:
+        """Tokens, positions and ancestor mask of the nodes in a forward pass."""
+
+    @property
     def tree_structure(self) -> TreeStructure:
         """Depths, children and ancestor mask of the nodes."""
 
@@ -57,7 +61,6 @@ class TargetOutput:
     The token chosen after a node is the token that autoregressive decoding would sample after the same codes.
 
     Args:
-        layout: layout of the draft in the pass.
         logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
         rows: batch rows of the sequence.
     """
@@ -67,11 +70,9 @@ class TargetOutput:
     # rounding could change the chosen token. None: near-ties are not recomputed.
     recompute_node_logits: Callable[[int], Floats] | None = None
 
-    def __init__(
-        self, sequence: ImageSequence, draft: DraftNodes, layout: PassLayout, logits: DeviceArray, rows: slice
-    ) -> None:
+    def __init__(self, sequence: ImageSequence, draft: DraftNodes, logits: DeviceArray, rows: slice) -> None:
         self.sequence = sequence
-        self.layout = layout
+        self.layout = draft.layout
         self.rows = rows
         self.next_code_indices = draft.next_code_indices
         self.tree_structure = draft.tree_structure
@@ -95,7 +96,8 @@ class TargetOutput:
             and not self._stays_best_under_rounding(node, code)
         ):
             logits = self.recompute_node_logits(node)
-            (code,), _ = self.sampler.choose(logits, self._draw_noise([node], *logits.shape))
+            start = self.sequence.noise, self.next_code_indices[node]
+            (code,), _ = self.sampler.choose(logits, self.sampler.draw_noise([start], *logits.shape))
             self._choices[node] = code
         if code == NO_CODE:
             raise make_invalid_logits_error()
@@ -108,7 +110,8 @@ class TargetOutput:
         """
         if node not in self._choices:
             block = self._get_logit_block(node)
-            block.noise = self._draw_noise([block.first_node], *block.logits.shape)
+            start = self.sequence.noise, self.next_code_indices[block.first_node]
+            block.noise = self.sampler.draw_noise([start], *block.logits.shape)
             codes, block.margins = self.sampler.choose(block.logits, block.noise)
             self._choices.update(enumerate(codes, block.first_node))
         return self._choices[node]
@@ -138,7 +141,8 @@ class TargetOutput:
             # NumPy reads a slice without a copy, but copies the logits of a list of nodes.
             consecutive = self.layout.nodes_match_draft and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided_logits(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
-            codes, _ = self.sampler.choose(guided, self._draw_noise(nodes, 1, guided.shape[1]))
+            starts = [(self.sequence.noise, self.next_code_indices[node]) for node in nodes]
+            codes, _ = self.sampler.choose(guided, self.sampler.draw_noise(starts, 1, guided.shape[1]))
             self.store_chosen_codes(nodes, codes)
         return np.array([self._choices[node] for node in nodes], np.int64)
 
@@ -175,10 +179,6 @@ class TargetOutput:
             first, nodes = (0, len(self.tree_structure.depths)) if self.tree_structure.is_chain else (node, 1)
             block = self._block = LogitBlock(first, self._read_guided_logits(slice(first, first + nodes)))
         return block
-
-    def _draw_noise(self, first_nodes: Sequence[int], num_codes: int, vocab_size: int) -> Floats | None:
-        starts = [(self.sequence.noise, self.next_code_indices[node]) for node in first_nodes]
-        return self.sampler.draw_noise(starts, num_codes, vocab_size)
 
     def _read_guided_logits(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.layout.logits(self._logits, self.rows, nodes)

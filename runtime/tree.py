@@ -23,9 +23,8 @@ MAX_LEVELS = 32  # maximum number of levels; a limit, because drafting needs one
 
 def _check_size(noun: str, size: int, limit: int) -> None:
     if size > limit:
-        raise TreeError(
-            field="tree", found=f"{size:,} {noun}", expected=f"at most {limit}", remedy="give a smaller tree"
-        )
+        expected = f"at most {limit}"
+        raise TreeError(field="tree", found=f"{size:,} {noun}", expected=expected, remedy="give a smaller tree")
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class StaticTreeShape:
             if parent and parent not in listed:
                 raise TreeError(field="tree", found=f"path {list(path)}", expected=f"the parent {list(parent)}, too")
             if rank and (*parent, rank - 1) not in listed:
-                raise TreeError(
-                    field="tree", found=f"path {list(path)}", expected=f"the sibling of rank {rank - 1}, too"
-                )
+                sibling = f"the sibling of rank {rank - 1}, too"
+                raise TreeError(field="tree", found=f"path {list(path)}", expected=sibling)
         # A frozen dataclass allows no direct assignment. Sorting gives every node its number.
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
 

@@ -3,60 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from .acceptance import Acceptance, RelaxationSettings, verify_tree_exact, verify_tree_greedy, verify_tree_relaxed
 from .drafting import AcceptedDraft, Drafter, SequenceStep
 from .engine import Ints
-from .layout import PassLayout
 from .raster import MAX_BATCH_NODES
 from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
-from .tree import DraftTree, Proposal, TreeStructure, no_proposal_distribution
+from .tree import DraftTree, Proposal, no_proposal_distribution
 
 
-@dataclass(eq=False)
 class TreeDraft:
     """Draft of one sequence that is a tree of draft tokens; the root is the last token of the sequence."""
 
-    sequence: ImageSequence  # sequence that the draft continues
-    tree: DraftTree
-    first_code_index: int = field(init=False)  # index of the code that is sampled after the root
-    tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
-    tree_structure: TreeStructure = field(init=False)  # depths, children and ancestor mask of the nodes
-    next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
-
-    def __post_init__(self) -> None:
-        if self.sequence.codes:  # a prefill has no codes yet
-            self._check_committed_nodes()
-        self.first_code_index = len(self.sequence.codes)
-        self.tokens = self.tree.tokens
-        self.tree_structure = self.tree.tree_structure
-        is_chain = self.tree_structure.is_chain
-        self.next_code_indices = (
-            range(self.first_code_index, self.first_code_index + len(self.tokens))
-            if is_chain
-            else (self.first_code_index + self.tree_structure.depths).tolist()
-        )
-
-    def _check_committed_nodes(self) -> None:
-        preserved, _ = self.sequence.next_preserved_codes()
-        count = self.tree.num_preserved_tokens
-        committed = self.tree.tokens[: 1 + count].tolist()
-        assert committed == [self.sequence.codes[-1], *preserved[:count].tolist()], (
-            "a draft begins with the last token and, if it has preserved tokens, the preserved codes of the sequence"
-        )
-        assert count or not len(preserved), "without the preserved codes that come next, a pass would commit nothing"
-
-    @property
-    def sampled_nodes(self) -> Sequence[int] | None:
-        """All nodes, as acceptance needs their sampled tokens; None if relaxed acceptance needs distributions."""
-        return None if self.sequence.plan.method.relaxed else range(len(self.tokens))
-
-    def make_pass_layout(self) -> PassLayout:
-        return self.sequence.plan.raster_layout.lay_out_tree(self.tree, self.first_code_index - 1)
+    def __init__(self, sequence: ImageSequence, tree: DraftTree) -> None:
+        self.sequence = sequence
+        self.tree = tree
+        self.tokens = tree.tokens
+        self.tree_structure = tree.tree_structure
+        self.first_code_index = len(sequence.codes)  # index of the code that is sampled after the root
+        self.next_code_indices: Sequence[int] = (self.first_code_index + self.tree_structure.depths).tolist()
+        # Relaxed acceptance needs distributions, and exact acceptance only tokens.
+        self.sampled_nodes = None if sequence.plan.method.relaxed else range(len(self.tokens))
+        if not sequence.codes:  # a prefill, whose root stands for the last token of the prefix
+            self.layout = sequence.plan.layout.lay_out_prefix_end()
+        else:
+            self.layout = sequence.plan.raster_layout.lay_out_tree(tree, self.first_code_index - 1)
+            preserved, _ = sequence.next_preserved_codes()
+            count = tree.num_preserved_tokens
+            expected = [sequence.codes[-1], *preserved[:count].tolist()]
+            assert tree.tokens[: 1 + count].tolist() == expected, (
+                "a draft begins with the last token and, if it has preserved tokens, the next preserved codes"
+            )
+            assert count or not len(preserved), "without the next preserved codes, a pass would commit nothing"
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
@@ -82,7 +63,7 @@ class TreeDraft:
         step = SequenceStep.append_codes(sequence, codes)
         if sequence.plan.method.drafts_tokens:
             step = step._replace(tree=tree, acceptance=accepted)
-        return AcceptedDraft(step, codes, output.layout.find_path_nodes(path))
+        return AcceptedDraft(step, codes, self.layout.find_path_nodes(path))
 
     def _verify_tree(self, output: TargetOutput, model: LoadedModel) -> Acceptance:
         tree = self.tree
@@ -91,7 +72,7 @@ class TreeDraft:
         if not plan.method.relaxed:
             return verify_tree_exact(tree, output.choose_token, remaining)
         relaxation = RelaxationSettings.from_method(plan.method, model.neighbors)
-        if plan.sampling.greedy:
+        if plan.sampler.greedy:
             return verify_tree_greedy(tree, output.distribution, relaxation, remaining)
         return verify_tree_relaxed(
             tree, output.distribution, output.choose_token, relaxation, output.acceptance_rng, remaining

@@ -13,13 +13,7 @@ import numpy as np
 from ...bundle.manifest import DecoderSizes
 from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import compute_padded_node_count
-from ..decoder_tensors import (
-    build_graph_inputs,
-    check_pass_input,
-    check_past_length,
-    declare_host_tensors,
-    find_kv_dtype,
-)
+from ..decoder_tensors import build_graph_inputs, check_pass_input, declare_host_tensors, find_kv_dtype
 from ..device_engine import DeviceCache, DeviceEngine
 from ..device_graph import DeviceGraphOptions, make_device_graph
 from ..kv_cache import BaseKVCache, KVCache
@@ -61,9 +55,9 @@ class OrtEngine:
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         kv_cache = KVCache.require_instance(cache)
-        check_pass_input(batch, self.spec)
+        past_length = check_pass_input(batch, kv_cache, self.spec)
         feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
-        feeds.update(zip(self._past, kv_cache.view_past_columns(check_past_length(batch, kv_cache)), strict=True))
+        feeds.update(zip(self._past, (tensor[:past_length] for tensor in kv_cache.tensors), strict=True))
         shape = batch.attention_mask.shape
         # Outputs of a shape are checked once, as checks take time in every pass.
         run = self._graph.run if shape in self._checked_shapes else self._graph.run_and_check

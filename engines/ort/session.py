@@ -72,6 +72,7 @@ class GraphSession:
     ) -> None:
         self.path = path
         self.provider = provider
+        self._lock = get_device_lock(provider)
         self.session = load_session(path, choose_thread_count(threads), provider, model_bytes, allow_graph_capture)
         with convert_read_errors(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
@@ -157,7 +158,7 @@ class GraphSession:
     def _call_session(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the session with the device lock, and convert exceptions to EngineError."""
         try:
-            with get_device_lock(self.provider):
+            with self._lock:
                 return run(*arguments)
         except Exception as error:
             reraise_error_of_signal_handler(error)

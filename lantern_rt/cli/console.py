@@ -30,12 +30,7 @@ def print_stderr(line: str) -> None:
 
 
 def print_text(*parts: object) -> None:
-    """Print values to stdout, each on a new line.
-
-    Raises:
-        OutputError: stdout cannot be written.
-        BrokenPipeError: the reader of stdout is gone.
-    """
+    """Print values to stdout, each on a new line; BrokenPipeError if its reader is gone."""
     try:
         print(*(escape_unprintable(str(part)) for part in parts), sep="\n", flush=True)
     except BrokenPipeError:
@@ -51,18 +46,12 @@ def print_json(value: Any) -> None:
 
 def print_sections(sections: Facts) -> None:
     for section, values in sections.items():
-        if not values:
-            continue
-        print_text(section, format_text_table(list(values.items())))
+        if values:
+            print_text(section, format_text_table(list(values.items())))
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print a table.
-
-    Args:
-        columns: format string of each column, such as `{speed_up:.2f}`, by the heading of the column.
-        rows: values for the format strings, by name; None is printed as `-`.
-    """
+    """Print rows of values, None as `-`, by the format string of each column, such as `{speed_up:.2f}`."""
     cells = [[_format_cell(template, row) for template in columns.values()] for row in rows]
     print_text(format_text_table([list(columns), *cells]))
 
@@ -100,11 +89,7 @@ def print_warnings() -> Iterator[None]:
 
 @contextmanager
 def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
-    """Show the progress of tasks on stderr: bars in a terminal, else a line every five seconds.
-
-    Args:
-        announce_tasks: whether a line is also printed when a task begins, unless stderr is a terminal.
-    """
+    """Show progress on stderr: bars in a terminal, else a line every five seconds, perhaps one as a task begins."""
     if sys.stderr.isatty():
         with show_progress_bars() as progress:
             yield progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,11 +84,8 @@ def edit(
         options["prompts"] = prompt
     request = check_request(opened.manifest, load_bundle_tokenizer(opened), {"image": image, **options})
 
-    def contains_image(index: int, path: Path) -> bool:
-        return png_contains_image(path, opened, replace(request, images=[request.images[index]]), 1)
-
     stems = [f"{image.stem}-edit-seed{generated.seed}" for generated in request.images]
-    outputs = choose_output_paths(output, stems, False, contains_image)
+    outputs = choose_output_paths(output, stems, False, partial(png_contains_image, opened, request, 1))
     if all(done for _, done in outputs):
         print_stderr("the image exists already" if count == 1 else "the images exist already")
     else:

@@ -37,7 +37,7 @@ from ..output.files import check_new_folder, write_folder_atomically
 from ..output.names import make_slug
 from ..output.tables import format_csv_table
 from ..pipeline import Pipeline
-from ..subjects.text import Text
+from ..subjects.prompts import Text
 from .bench import describe_pipeline
 from .console import print_text, show_progress
 from .options import (

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from ..subjects.table import WORDS
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
+    from ..engines.engine_folder import EngineFolder
     from ..pipeline import Pipeline
     from ..requests import GenerationSettings
 
@@ -28,6 +30,7 @@ SUBJECTS = "What to generate"
 OUTPUT = "Output"
 METHOD = "Method"
 ENGINE = "Engine"
+_METHOD_METAVAR = "NAME[:PARAMETER=VALUE]..."
 
 BundleArgument = Annotated[
     str,
@@ -36,7 +39,6 @@ BundleArgument = Annotated[
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        "--prompts",
         help="Text file with one prompt per line. [default: example prompts of the bundle]",
         rich_help_panel=SUBJECTS,
     ),
@@ -44,8 +46,7 @@ PromptsOption = Annotated[
 MethodsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--method",
-        metavar="NAME[:PARAMETER=VALUE]...",
+        metavar=_METHOD_METAVAR,
         help="Decoding method, such as sjd:window=5; may be given several times.",
         rich_help_panel=METHOD,
     ),
@@ -53,36 +54,17 @@ MethodsOption = Annotated[
 QualitiesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--quality",
         help="Preset of the bundle: strict, balanced or fast; may be given several times.",
-        rich_help_panel=METHOD,
-    ),
-]
-QualityOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quality",
-        help="Preset of the bundle: strict (exact), balanced or fast. [default: strict]",
-        rich_help_panel=METHOD,
-    ),
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        "--method",
-        metavar="NAME[:PARAMETER=VALUE]...",
-        help=f"Decoding method instead of a quality, such as sjd:window=5: {', '.join(METHODS)}.",
         rich_help_panel=METHOD,
     ),
 ]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", help="Number of threads for decoding. [default: one per core]", rich_help_panel=ENGINE),
+    typer.Option(help="Number of threads for decoding. [default: one per core]", rich_help_panel=ENGINE),
 ]
 EnginesOption = Annotated[
     Path | None,
     typer.Option(
-        "--engines",
         help="Folder of TensorRT engines that build-engine made from this bundle, to use instead of its graphs.",
         rich_help_panel=ENGINE,
     ),
@@ -90,7 +72,6 @@ EnginesOption = Annotated[
 ProviderOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--provider",
         metavar="[GRAPH=]NAME",
         help="Execution provider of ONNX Runtime: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). May be given again "
         "for single graphs, such as drafter=cpu. [default: auto, a GPU if there is one, else the CPU]",
@@ -102,57 +83,42 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Download a published mod
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
-FirstSeedOption = Annotated[
-    int, typer.Option("--seed", help="Seed of the first image; further images have the next seeds.")
-]
+FirstSeedOption = Annotated[int, typer.Option(help="Seed of the first image; further images have the next seeds.")]
 
 
-def make_sampling_option(name: str) -> Any:
-    field = SAMPLING[name]
-    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
-    text = f"{field.description} [default: the bundle's]"
-    return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
-
-
-def _get_sampling_option_type(name: str) -> Any:
-    annotation = SAMPLING[name].annotation
-    return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
+def _make_option(
+    value_type: Any, help_text: str, *names: str, metavar: str | None = None, section: str = SUBJECTS
+) -> Any:
+    return Annotated[value_type | None, typer.Option(*names, metavar=metavar, help=help_text, rich_help_panel=section)]
 
 
 def _make_input_option(option: Option) -> Any:
-    name = f"--{option.name.replace('_', '-')}"
-    return Annotated[
-        option.type | None, typer.Option(name, metavar=option.metavar, help=option.help, rich_help_panel=SUBJECTS)
-    ]
+    return _make_option(option.type, option.help, f"--{option.name.replace('_', '-')}", metavar=option.metavar)
+
+
+def _make_sampling_option(name: str) -> Any:
+    field = SAMPLING[name]
+    value_type = next((kind for kind in (int, float) if field.annotation in (kind, kind | None)), str)
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
+    help_text = f"{field.description} [default: the bundle's]"
+    return _make_option(value_type, help_text, metavar=metavar, section="Sampling")
 
 
 EDIT_INPUTS = ("mask", "keep_rows")  # parameters of a pipeline call that only `edit` takes
+_SEED_HELP = "Random seed; image i of a prompt has seed + i. [default: random, and printed]"
+_COUNT_HELP = "Number of images per prompt; at most 1,024 in all. [default: 1]"
+_SIZE_HELP = "Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]"
+_QUALITY_HELP = "Preset of the bundle: strict (exact), balanced or fast. [default: strict]"
+_METHOD_HELP = f"Decoding method instead of a quality, such as sjd:window=5: {', '.join(METHODS)}."
 # Options of commands that are also parameters of a pipeline call, by name of the parameter.
 REQUEST_OPTIONS: dict[str, Any] = {
     **{words.parameter: _make_input_option(words.option) for words in WORDS.values()},
-    "seed": Annotated[
-        int | None,
-        typer.Option(
-            help="Random seed; image i of a prompt has seed + i. [default: random, and printed]",
-            rich_help_panel=SUBJECTS,
-        ),
-    ],
-    "num_images": Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--count",
-            help="Number of images per prompt; at most 1,024 in all. [default: 1]",
-            rich_help_panel=SUBJECTS,
-        ),
-    ],
-    "size": Annotated[
-        str | None,
-        typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
-    ],
-    "quality": QualityOption,
-    "method": MethodOption,
-    **{name: Annotated[_get_sampling_option_type(name) | None, make_sampling_option(name)] for name in SAMPLING},
+    "seed": _make_option(int, _SEED_HELP),
+    "num_images": _make_option(int, _COUNT_HELP, "-n", "--count"),
+    "size": _make_option(str, _SIZE_HELP),
+    "quality": _make_option(str, _QUALITY_HELP, section=METHOD),
+    "method": _make_option(str, _METHOD_HELP, metavar=_METHOD_METAVAR, section=METHOD),
+    **{name: _make_sampling_option(name) for name in SAMPLING},
 }
 
 
@@ -180,12 +146,7 @@ def add_request_options(before: str, names: Iterable[str]) -> Callable[[Callable
 def split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
     """Split arguments such as `scenes "a red cube"` into the bundle, if there is one, and the prompts.
 
-    Args:
-        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name of a
-            bundle, even if the bundle does not exist.
-
-    Raises:
-        RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
+    If an option such as --class-id selects the images, a single word names a bundle, even one that does not exist.
     """
     from ..model_names import find_model_name
 
@@ -204,17 +165,17 @@ def split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str |
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options that choose how graphs are run.
-
-    Args:
-        threads: number of threads; None: one per core.
-        engines: folder of TensorRT engines that replace graphs; None: run the graphs of the bundle.
-        provider: values of `--provider`, each an execution provider or `GRAPH=PROVIDER`; None: `auto`.
-    """
+    """Options that choose how graphs are run. `provider`: values of `--provider`."""
 
     threads: int | None = None
     engines: Path | None = None
     provider: list[str] | None = None
+
+    @cached_property
+    def _engine_folder(self) -> EngineFolder | None:
+        from ..engines.engine_folder import open_engine_folder
+
+        return None if self.engines is None else open_engine_folder(self.engines)
 
     def runs_on_cpu(self, bundle: Bundle) -> bool:
         """Return whether ONNX Runtime runs the graphs on the CPU. A GPU that `auto` chose is noted on stderr."""
@@ -231,46 +192,36 @@ class EngineOptions:
 
     def check(self) -> None:
         """Check the options before a bundle is downloaded."""
-        from ..engines.engine_folder import open_engine_folder
         from ..engines.host import choose_thread_count
 
         ProviderChoice.parse(self.provider or ())
         choose_thread_count(self.threads)
-        if self.engines is not None:
-            open_engine_folder(self.engines)
+        _ = self._engine_folder
 
     def open_bundle(self, name: str) -> Bundle:
         """Open a bundle and check its files, except the graphs that TensorRT engines replace."""
-        from ..engines.engine_folder import open_engine_folder
-
-        if self.engines is None:
-            return open_named_bundle(name)
-        return open_named_bundle(name, open_engine_folder(self.engines).list_replaced_files())
+        return open_named_bundle(name, self._engine_folder.list_replaced_files() if self._engine_folder else ())
 
     def load_pipeline(
         self, bundle: Bundle, settings: GenerationSettings | None = None, max_prompt_tokens: int | None = None
     ) -> Pipeline:
-        """Load the graphs of a bundle, or the TensorRT engines that replace them.
+        """Load the graphs of a bundle, or the engines that replace them.
 
-        Args:
-            settings: settings for which memory is estimated; None: the settings that need the most memory.
-            max_prompt_tokens: number of tokens of the longest prompt, if known.
-
-        Raises:
-            RequestError: there is too little memory. This is only checked if ONNX Runtime runs on the CPU.
+        If ONNX Runtime runs on the CPU, the memory is checked before: for `settings`, by default those that need the
+        most, and for the longest prompt, if known.
         """
-        from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
         from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
-        engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
             check_memory(bundle, settings or largest_settings(bundle.manifest), max_prompt_tokens)
         with show_progress(announce_tasks=False) as progress:
             progress("loading graphs")
-            pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
+            pipeline = Pipeline.from_bundle(
+                bundle, threads=self.threads, engines=self._engine_folder, provider=self.provider
+            )
         if self.threads is not None and self.threads > (cores := count_usable_cores()):
             print_stderr(f"note: --threads {self.threads} on {cores} core{'s' * (cores > 1)}; one per core is faster")
         return pipeline
@@ -280,7 +231,6 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
     """Download a published model to the caches, and if needed export it, after the user has agreed."""
     from ..output.files import find_cache_folder
     from ..published import (
-        PublishedModel,
         check_host_requirements,
         fetch_published_model,
         find_bundle_source,
@@ -296,11 +246,11 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
     check_host_requirements(name, source)
     if old := find_unusable_bundle(name):
         print_stderr(f"{old} is incomplete, damaged or of another release, and is replaced")
-    exports = isinstance(source, PublishedModel)
-    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if exports else ""
+    model = find_published_model(name)
+    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if source is model else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
-        f"(licence: {find_published_model(name).licence}) into the hub's cache{bundle}"
+        f"(licence: {model.licence}) into the hub's cache{bundle}"
     )
     if not skip_confirmation:
         if not sys.stdin.isatty():

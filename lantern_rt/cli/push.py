@@ -78,14 +78,9 @@ def push_bundle(
     sample_images: Sequence[tuple[bytes, Mapping[Any, Any]]],
     card_notes: Sequence[str] = (),
 ) -> str:
-    """Upload a bundle with its model card to a repository that exists.
+    """Upload a bundle with its model card to a repository that exists; return the hub reference of this upload.
 
-    Args:
-        sample_images: contents of each PNG file for the card, and the settings that generated the image.
-        card_notes: further paragraphs of the card.
-
-    Returns:
-        The hub reference of this upload, `hf:owner/name@commit`.
+    A sample image is a PNG file with the settings that generated it.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -127,12 +122,9 @@ def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, An
 def make_model_card(
     bundle: Bundle, repository: str, sample_recipes: Sequence[Mapping[Any, Any]], card_notes: Sequence[str] = ()
 ) -> str:
-    """Create the README.md of a repository.
+    """Create the README.md of a repository, whose images `samples/1.png` and so on have the settings `sample_recipes`.
 
-    Args:
-        sample_recipes: settings of the images `samples/1.png` and so on. The value of `codes` is the SHA-256 of the
-            image's tokens.
-        card_notes: further paragraphs of the card.
+    The value of `codes` is the SHA-256 of an image's tokens.
     """
     manifest = bundle.manifest
     provenance = manifest.provenance

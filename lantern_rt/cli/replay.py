@@ -35,9 +35,8 @@ def read_recorded_request(
 ) -> tuple[Bundle, Request]:
     """Return the bundle and the request that generate the image of a PNG again.
 
-    Args:
-        options: other request options of the user. They must be empty, because the PNG records their values.
-        bundle_name: folder or name of the bundle; None: the embedded or cached bundle that the PNG names.
+    `options` of the user must be empty, as the PNG records their values. Without a name, the bundle is the embedded or
+    cached one that the PNG names.
     """
     recipe = read_replay_recipe(png_path, options)
     place: str | Path | None = bundle_name
@@ -73,12 +72,7 @@ def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> 
 
 
 def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) -> GenerationSettings:
-    """Return the settings of a recipe.
-
-    Raises:
-        BundleError: the PNG records a different bundle.
-        RequestError: the bundle rejects the settings, or resolves them to other values than were recorded.
-    """
+    """Return the settings of a recipe, unless it is of another bundle or the bundle resolves it to other values."""
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
             field=str(png_path),
@@ -105,13 +99,8 @@ def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) ->
     return settings
 
 
-def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
-    """Return whether a file is a PNG that records the image of a request, enlarged `scale` times.
-
-    Args:
-        path: path of a file, which need not exist.
-        request: request of a single image.
-    """
+def png_contains_image(bundle: Bundle, request: Request, scale: int, index: int, path: Path) -> bool:
+    """Return whether a file exists, and is a PNG that records image `index` of a request, enlarged `scale` times."""
     try:
         recipe = read_recipe(path)
         recorded = restore_recorded_settings(path, recipe, bundle)
@@ -119,13 +108,11 @@ def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int)
             size = file.size
     except (LanternError, OSError):
         return False
-    (image,) = request.images
     settings = request.settings
     width, height = bundle.manifest.size_in_pixels(settings.image_size)
     old_fields = recipe.model_dump(include=_IMAGE_FIELDS, exclude_none=True)
-    new_fields = {
-        name: text for name, text in build_recipe_fields(bundle, settings, image).items() if name in _IMAGE_FIELDS
-    }
+    fields = build_recipe_fields(bundle, settings, request.images[index])
+    new_fields = {name: text for name, text in fields.items() if name in _IMAGE_FIELDS}
     # With dequantized integers, exact methods keep the distribution of `ar`, but not its tokens (docs/exporting.md).
     repeats = settings.quality == "strict" or bundle.manifest.target.precision not in INTEGER_WEIGHTS
     same_tokens = repeats and recorded.method.exact and settings.method.exact

@@ -142,9 +142,7 @@ def run(
         stems = [f"{source.stem}-again"]
     formats = _list_formats(bundle.manifest, f"bundle {bundle.manifest.name}", codes, scale, trace)
 
-    def contains_image(i: int, path: Path) -> bool:
-        return png_contains_image(path, bundle, replace(request, images=[request.images[i]]), scale)
-
+    contains_image = partial(png_contains_image, bundle, request, scale)
     outputs = choose_output_paths(output, stems, force, contains_image, formats)
     paths = [path for path, _ in outputs]
     _check_trace_path(trace, paths, force)
@@ -243,15 +241,7 @@ def _generate_images(
     trace_path: Path | None,
     force: bool,
 ) -> StreamStep:
-    """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
-
-    Args:
-        planned_files: path of each image, and whether the file already contains the image and stays as it is.
-        trace_path: file of the trace; None: no trace.
-
-    Returns:
-        The last decoding step, which has the codes of all images and the statistics.
-    """
+    """Generate all images, write each as soon as it is complete, print statistics, and return the last step."""
     from ..output.trace import Trace
     from ..results import finish_image
 

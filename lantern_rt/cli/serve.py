@@ -217,11 +217,7 @@ def _parse_aliases(alias_options: Sequence[str], model_names: Sequence[str]) -> 
 def _parse_size_mappings(
     size_options: Sequence[str], bundles: Sequence[Bundle], missing_models: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the size of the images by the size in a request, from options such as `1024x1024=256x256`.
-
-    Args:
-        missing_models: names of published models that are not in the cache. Their sizes come from the table of models.
-    """
+    """Return the size of the images by the size in a request, from options such as `1024x1024=256x256`."""
     from ..published import find_published_model
 
     tables = [find_published_model(name).sizes for name in missing_models]
@@ -240,11 +236,7 @@ def _parse_size_mappings(
 
 
 def _open_available_bundles(bundle_names: Sequence[str], engine_options: EngineOptions) -> dict[str, Bundle | None]:
-    """Open bundles that are on this host, and check that the names of all models differ.
-
-    Returns:
-        The bundle of each model, by the name of the model; None for a published model that is not in the cache.
-    """
+    """Open the bundles on this host, by the names of their models, which must differ; None: not in the cache."""
     from ..published import is_missing_from_cache
 
     engine_options.check()

@@ -120,10 +120,7 @@ def _compare_with_export(name: str) -> None:
 
 
 def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
-    """Return the export options with which the checkpoints are read.
-
-    The checkpoints have the order of the sources in the manifest, or are one folder that has them all.
-    """
+    """Return the export options of checkpoints in the order of the sources, or of one folder that has them all."""
     from ..export.registry import CHECKPOINTS, FAMILIES, load_model_family
 
     if manifest.family not in FAMILIES:

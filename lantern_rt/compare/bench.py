@@ -35,11 +35,7 @@ def run_bench(
     progress: Progress,
     first_seed: int,
 ) -> list[list[MethodRun]]:
-    """Run decoding methods in turns, plain decoding first, after a warm-up turn that is discarded.
-
-    Each method makes at least `min_images` images, in at least three requests of `batch_size`. Return the runs of each
-    method, one per turn.
-    """
+    """Run methods in turns after a warm-up turn, plain decoding first; return the runs of each, one per turn."""
     turns = max(MIN_TURNS, -(-min_images // batch_size))
     requests = (prompts.request(max(turn, 0), batch_size, first_seed) for turn in range(-1, turns))
     by_turn = [

@@ -147,10 +147,7 @@ def _make_method_reports(
     metrics: Mapping[str, MethodEstimates],
     num_seeds: int,
 ) -> list[dict[str, Any]]:
-    """Return the report of each method, plain decoding first.
-
-    `metrics` are the estimates of all methods in `compared_runs`, the result of `_score_differing_runs`.
-    """
+    """Return the report of each method, plain decoding first. `metrics` are of the methods in `compared_runs`."""
     plain, *_ = runs_by_method
     passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs_by_method.values()], num_seeds)
     columns = {label: {name: metric[i] for name, metric in metrics.items()} for i, label in enumerate(compared_runs)}
@@ -177,19 +174,13 @@ def _generate_reference_images(
     first_seed: int,
     progress: Progress,
 ) -> list[Image]:
-    count = len(prompts.items) * num_seeds
-
-    def report_reference_progress(_: str, done: int, total: int) -> None:
-        progress(f"images of {REFERENCE}", done, total)
-
-    requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed)
     turns = run_methods_in_turns(
         pipeline,
         [baseline_method],
-        requests,
+        prompts.requests(BATCH_SIZE, num_seeds, first_seed),
         with_likelihoods=False,
-        progress=report_reference_progress,
-        total_images=count,
+        progress=lambda _, done, total: progress(f"images of {REFERENCE}", done, total),
+        total_images=len(prompts.items) * num_seeds,
     )
     return [image for (run,) in turns for image in run.images]
 

@@ -126,10 +126,7 @@ class OnnxImageModel(ABC):
     def _run_batches(
         self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output_name: str | None = None
     ) -> Floats:
-        """Run the graph on images of one size in batches, and return one row of an output (None: the first) per image.
-
-        `extra_inputs` are the other inputs by name, `[images, length]`, such as token ids.
-        """
+        """Run the graph on images of one size in batches, and return one row of an output (None: the first) each."""
         parts = []
         for start in range(0, len(images), BATCH):
             batch = slice(start, start + BATCH)
@@ -161,9 +158,6 @@ class OnnxImageModel(ABC):
         if self.preprocessing.do_normalize:
             values = (values - self.preprocessing.image_mean) / self.preprocessing.image_std
         return np.ascontiguousarray(values.transpose(2, 0, 1)).astype(np.float32)
-
-
-# ---------------------------------------------------------------- features
 
 
 class ImageFeatureModel(OnnxImageModel):
@@ -231,9 +225,6 @@ class EncoderFeatureModel(ImageFeatureModel):
         width = values.shape[3] // 2
         quarters = [quarter for half in np.split(values, [height], 2) for quarter in np.split(half, [width], 3)]
         return np.concatenate([*(quarter.mean((2, 3)) for quarter in quarters), values.std((2, 3))], 1)
-
-
-# ---------------------------------------------------------------- agreement with prompts
 
 
 class PromptAgreementModel(OnnxImageModel):

@@ -16,14 +16,10 @@ LAMBDAS = (1.5, 2, 3)
 
 
 class QualityLimit(NamedTuple):
-    """Maximum deviation from plain decoding that a quality allows. The 95 % interval must lie within the limit.
+    """Maximum deviation from plain decoding that a quality allows. The 95 % interval must lie within the limit."""
 
-    The change of the excess negative log-likelihood is in nats per token. Tokens that are too likely are a deviation,
-    too. The loss of prompt agreement is a fraction in 0 .. 1.
-    """
-
-    max_excess_nll: float
-    max_agreement_loss: float
+    max_excess_nll: float  # of either sign, in nats per token: tokens that are too likely are a deviation, too
+    max_agreement_loss: float  # 0 .. 1
 
 
 LIMITS: dict[Quality, QualityLimit] = {"balanced": QualityLimit(0.04, 0.02), "fast": QualityLimit(0.12, 0.03)}

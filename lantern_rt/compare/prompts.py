@@ -12,8 +12,8 @@ from ..errors import RequestError
 from ..inputs import check_int, convert_read_errors, read_regular_file, split_lines
 from ..subjects.base import RequestContext, Subject
 from ..subjects.embeddings import Embedding, read_embeddings
+from ..subjects.prompts import Text
 from ..subjects.table import find_subject_kind
-from ..subjects.text import Text
 from ..text.tokenizers import load_bundle_tokenizer
 
 MAX_PROMPTS = 100_000
@@ -24,12 +24,7 @@ _PROMPTS_LIMIT = 1 << 24  # Maximum size of a text file in bytes.
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts, class ids or text embeddings to generate images from.
-
-    Args:
-        kind: kind of the items.
-        items: texts, class ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`.
-    """
+    """Texts, class ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`, to generate images from."""
 
     kind: type[Subject]
     items: Sequence[Any]
@@ -58,15 +53,10 @@ class Prompts:
 
 
 def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:
-    """Read and check prompts, class ids or text embeddings, on which methods of a bundle are compared.
+    """Read and check at most `count` items, on which methods of a bundle are compared.
 
-    Args:
-        path: text file with one prompt per line, or .npz file of text embeddings. None: the bundle's example prompts.
-        count: maximum number of prompts. Class ids are spread over all classes. None: all prompts, or 64 classes.
-
-    Raises:
-        RequestError: the bundle takes class ids but `path` is given, there are no prompts, or a prompt is invalid. For
-            an invalid prompt, the error's field is `file:line`.
+    Prompts or text embeddings are in the file `path`, by default the bundle's example prompts. Class ids are spread
+    over all classes, by default 64 of them. The error of an invalid prompt has the field `file:line`.
     """
     manifest = bundle.manifest
     condition = manifest.condition

@@ -36,10 +36,7 @@ _ESSENTIAL = ("excess_nll", "agreement")
 
 
 def format_text_report(report: Mapping[str, Any], show_frechet: bool = False) -> str:
-    """Format a report as text: the speed of every method, and its deviation from plain decoding (`ar`).
-
-    Frechet distances are shown if the user gave real images.
-    """
+    """Format a report as text: the speed of every method, and its deviation from plain decoding (`ar`)."""
     wanted = (*_ESSENTIAL, "frechet") if show_frechet else _ESSENTIAL
     columns = {name: column for name, column in _choose_columns(report).items() if name in wanted}
     rows = [("method", "tokens per pass", *(column.heading for column in columns.values()))]

@@ -50,10 +50,7 @@ def estimate_interval(
 
     All methods use the same resampled prompts, so their differences are paired. With `correct_bias`, the resampled
     values are shifted so that their mean is the estimate, and clipped at 0: repeated images in a resample increase
-    Frechet distances.
-
-    Returns:
-        For every method, estimate `value` and bounds `low` and `high`, also of `difference_to_ar`.
+    Frechet distances. An estimate has a `value` and bounds `low` and `high`, also of `difference_to_ar`.
     """
     values = np.array(statistic(np.arange(num_prompts)), np.float64)  # [methods]
     resampled = np.random.default_rng(0).integers(0, num_prompts, (num_resamples, num_prompts))

@@ -38,18 +38,14 @@ class ComparedMethod:
 def parse_methods(
     labels: Sequence[str], sampling_options: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
 ) -> list[ComparedMethod]:
-    """Return the methods to compare, which a bundle must support: `ar` first, then method strings and qualities.
-
-    `sampling_options` are those of every method: guidance, temperature and filters.
-    """
+    """Return the methods to compare, which a bundle must support: `ar` first, then method strings and qualities."""
     names = [*(label.strip() for label in labels), *qualities]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise RequestError(field="method", found=f"{repeated!r} twice", expected="each method once")
     names = [PLAIN, *(name for name in names if name != PLAIN)]
-    options = ["quality" if name in qualities else "method" for name in names]
     methods = [
-        ComparedMethod(name, {**sampling_options, option: name}) for name, option in zip(names, options, strict=True)
+        ComparedMethod(name, {**sampling_options, "quality" if name in qualities else "method": name}) for name in names
     ]
     for method in methods:
         resolve_settings(bundle.manifest, method.options)
@@ -58,22 +54,15 @@ def parse_methods(
 
 @dataclass(frozen=True)
 class MethodRun:
-    """Result of one pipeline call with one method.
-
-    Args:
-        codes: codes of each image, `[cells]`.
-        images: empty if the bundle has no image decoder.
-        seconds: duration of the call, including the decoding of images.
-        likelihoods: likelihood of each image's codes; empty before `add_likelihoods`.
-    """
+    """Result of one pipeline call with one method."""
 
     method: ComparedMethod
     settings: GenerationSettings
-    codes: list[Ints]
-    images: list[Image]
+    codes: list[Ints]  # [cells] of each image
+    images: list[Image]  # empty if the bundle has no image decoder
     statistics: Statistics
-    seconds: float
-    likelihoods: list[Likelihood] = field(default_factory=list)
+    seconds: float  # of the call, with the decoding of images
+    likelihoods: list[Likelihood] = field(default_factory=list)  # of each image; empty before `add_likelihoods`
 
     @property
     def tvd_per_token(self) -> float:

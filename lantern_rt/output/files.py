@@ -100,9 +100,6 @@ def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iter
 
     If the block raises an error, the hidden folder and new parent folders are removed. With `force`, an existing folder
     is replaced if it has the marker file.
-
-    Yields:
-        The hidden folder to write to.
     """
     output = output.resolve()
     with convert_output_errors(output, (OSError,)), _make_parent_folders(output), _create_hidden_folder(output) as work:
@@ -157,13 +154,10 @@ def _create_hidden_folder(output_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def lock_folder(folder: Path, report_wait: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Lock a folder for the `with` block. The lock leaves no file, and ends with the program.
+    """Lock a folder for the `with` block, and yield whether it is locked: Windows and some network disks have no locks.
 
-    Args:
-        report_wait: called before the wait for another program or thread that holds the lock; None: do not wait.
-
-    Yields:
-        Whether the folder is locked. Windows and some network disks have no locks.
+    `report_wait` is called before the wait for another holder of the lock; None: do not wait. The lock leaves no file,
+    and ends with the program.
     """
     if fcntl is None:
         yield False

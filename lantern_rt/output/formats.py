@@ -37,15 +37,10 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class OutputFormat(ABC):
-    """File format of an image or of its codes.
+    """File format of an image or of its codes."""
 
-    Args:
-        name: value of HTTP's field `output_format`.
-        suffixes: endings of file names in lower case, of which new names get the first.
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
+    name: str  # value of HTTP's field `output_format`
+    suffixes: tuple[str, ...]  # endings of file names in lower case, of which new names get the first
     media_type: str
     needs_image_decoder: bool = True
 
@@ -103,14 +98,14 @@ class CodesFormat(OutputFormat):
 
 PNG = ImageFormat("png", (".png",), "image/png", lossy=False)
 CODES = CodesFormat("npz", (".npz",), "application/x-npz", needs_image_decoder=False)
-FORMATS: tuple[OutputFormat, ...] = (
+_IMAGE_FORMATS = (
     PNG,
     ImageFormat("jpeg", (".jpg", ".jpeg"), "image/jpeg"),
     ImageFormat("webp", (".webp",), "image/webp"),
     ImageFormat("avif", (".avif",), "image/avif"),  # Pillow has AVIF since 11.3
-    CODES,
 )
-IMAGE_FORMATS = {each.name: each for each in FORMATS if isinstance(each, ImageFormat)}
+IMAGE_FORMATS = {each.name: each for each in _IMAGE_FORMATS}
+FORMATS: tuple[OutputFormat, ...] = (*_IMAGE_FORMATS, CODES)
 
 
 def find_format(path: Path, formats: Sequence[OutputFormat] = FORMATS) -> OutputFormat:

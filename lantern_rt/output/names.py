@@ -30,18 +30,11 @@ def choose_output_paths(
     holds_image: Callable[[int, Path], bool] = lambda i, path: False,
     formats: Sequence[OutputFormat] = (PNG,),
 ) -> list[tuple[Path, bool]]:
-    """Choose the output file of each image, and check that the file can be written.
+    """Choose the file of each image, and check that it can be written; return its path, and whether it holds the image.
 
-    Args:
-        output: folder or, for a single image, file with an ending of `formats`. A new folder must be inside an existing
-            one. None: the current folder.
-        file_stems: file name of each image, without suffix. If another file has the name, -2, -3, ... is appended.
-        force: whether existing files may be replaced.
-        holds_image: whether an existing file holds the image of an index.
-        formats: formats of which `output` may select one; files in a folder have the first.
-
-    Returns:
-        For each image, the path of the file, and whether the file exists and already holds the image.
+    A file in a folder is named after its stem, with -2, -3, ... if another file has the name, and has the first of
+    `formats`. `output` is a folder, by default the current one, which may be new inside an existing one; for a single
+    image, it may be a file with the ending of any format.
     """
     folder = Path(output or ".")
     with convert_output_errors(folder):

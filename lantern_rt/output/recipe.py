@@ -41,17 +41,12 @@ else:
 
 
 class Recipe(_InputChunks, strict=True):
-    """Record of how an image was generated, with one field per text chunk of the PNG file.
-
-    Args:
-        noise: version of the noise function.
-        settings: settings in the form of `GenerationSettings.as_dict`, which no bundle has checked.
-    """
+    """Record of how an image was generated, with one field per text chunk of the PNG file."""
 
     seed: int
     method: MethodName
-    noise: Literal["philox4x64-gumbel-1"]
-    settings: Json[dict[str, Any]]
+    noise: Literal["philox4x64-gumbel-1"]  # version of the noise function
+    settings: Json[dict[str, Any]]  # of `GenerationSettings.as_dict`, which no bundle has checked
     bundle: str
     bundle_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -65,18 +60,14 @@ class Recipe(_InputChunks, strict=True):
         return self
 
     def restore_inputs(self) -> dict[str, Any]:
-        """Return the parameters of a pipeline call that the recipe records, besides the settings and the seed.
-
-        Raises:
-            RequestError: the recipe records only a hash of a parameter.
-        """
+        """Return the parameters of a pipeline call but settings and seed; RequestError if only a hash is recorded."""
         recorded = [(words, getattr(self, words.chunk)) for words in WORDS.values() if words.chunk]
         return {words.parameter: words.restore(value) for words, value in recorded if value is not None}
 
 
 def read_recipe(path: Path) -> Recipe:
     """Read the recipe in a PNG file; RequestError if there is none, or the file is too large."""
-    texts = {name: text for name, text in _read_text_chunks(path).items() if name in Recipe.model_fields}
+    texts = _read_text_chunks(path)
     for name, text in texts.items():
         if len(text) > TEXT_LIMIT:
             actual = f"{len(text):,} characters"
@@ -102,7 +93,7 @@ def _read_text_chunks(path: Path) -> dict[str, str]:
     if image.width * image.height > PIXELS_LIMIT:
         actual = f"{image.width:,} x {image.height:,} pixels"
         raise RequestError(field=str(path), found=actual, expected=f"at most {PIXELS_LIMIT:,}", remedy=REMEDY)
-    return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
+    return {str(name): text for name, text in image.info.items() if name in Recipe.model_fields}
 
 
 def _strip_pixel_chunks(file: BinaryIO) -> bytes:

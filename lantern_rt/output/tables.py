@@ -25,10 +25,7 @@ def format_text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as CSV, with one column for every number or text.
-
-    Nested fields become columns with names joined by dots, such as `share.target`.
-    """
+    """Format rows as CSV, of which nested fields become columns such as `share.target`."""
     flat = [dict(_flatten_row(row)) for row in rows]
     file = io.StringIO()
     writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")

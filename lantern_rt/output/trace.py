@@ -42,17 +42,7 @@ _EMPTY = np.zeros(0, np.int64)
 
 
 class TraceStep(NamedTuple):
-    """Effect of one decoding step on one image. Tree and path are empty if the step had no draft.
-
-    Args:
-        codes: tokens that the step added to the image.
-        tree_tokens: token of each node of the draft tree.
-        tree_parents: parent of each node; -1 for the root.
-        accepted_path: accepted nodes, starting with the root.
-        relaxed_flags: for each accepted node, whether exact acceptance would have rejected it.
-        target_probs: the target's probability of each accepted node's token.
-        draft_probs: the drafter's probability of each accepted node's token.
-    """
+    """Effect of one decoding step on one image. Tree and path are empty if the step had no draft."""
 
     step_index: int
     image_index: int
@@ -127,15 +117,9 @@ class Trace:
         int64: dict[str, Any] = {name: np.array(values, np.int64) for name, values in arrays.items()}
         measured: dict[str, Any] = {
             "part_seconds": np.array([part.seconds for part in self.trace_steps], np.float64),
-            "path_relaxed": np.array(
-                [relaxed_flags for part in self.trace_steps for relaxed_flags in part.relaxed_flags], np.bool_
-            ),
-            "path_p": np.array(
-                [target_probs for part in self.trace_steps for target_probs in part.target_probs], np.float64
-            ),
-            "path_q": np.array(
-                [draft_probs for part in self.trace_steps for draft_probs in part.draft_probs], np.float64
-            ),
+            "path_relaxed": np.array([flag for part in self.trace_steps for flag in part.relaxed_flags], np.bool_),
+            "path_p": np.array([p for part in self.trace_steps for p in part.target_probs], np.float64),
+            "path_q": np.array([q for part in self.trace_steps for q in part.draft_probs], np.float64),
         }
         buffer = BytesIO()
         np.savez_compressed(buffer, **int64, **measured)

@@ -56,12 +56,10 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     allowed_hosts: Collection[str] = (),
 ) -> Starlette:
-    """Create the application.
+    """Create the application. `lifespan` creates the backends at the start and closes them at the end.
 
-    Args:
-        lifespan: context manager that creates the backends at the start and closes them at the end.
-        allowed_origins: sites whose pages may send requests (CORS), such as `https://ui.example`.
-        allowed_hosts: names of the server that the header `Host` may have, beside IP addresses; empty: all names.
+    Pages of `allowed_origins`, such as `https://ui.example`, may send requests (CORS). Beside IP addresses, the header
+    `Host` may have the names `allowed_hosts`, by default all.
     """
     allowed_origins = [normalize_origin(origin) for origin in allowed_origins]
     info = _InfoEndpoints(state)
@@ -212,7 +210,7 @@ class _RequestGuardMiddleware:
             await send(message)
 
         error = self._check_headers(scope["method"], headers)
-        app = self._app if error is None else JSONResponse(error.body(), error.status)
+        app = self._app if error is None else error.make_response()
         try:
             await app(scope, receive_body, send_with_headers)
         finally:
@@ -255,12 +253,10 @@ class _RequestGuardMiddleware:
 
 
 async def _respond_to_error(http_request: HttpRequest, error: Exception) -> Response:
-    http_error = HttpError.from_exception(error)
-    return JSONResponse(http_error.body(), http_error.status, headers=http_error.headers)
+    return HttpError.from_exception(error).make_response()
 
 
-async def _respond_to_routing_error(http_request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _respond_to_routing_error(http_request: HttpRequest, error: HTTPException) -> Response:
     route = f"{http_request.method} {http_request.url.path}"
     if error.status_code == 405:
         http_error = HttpError(405, "the HTTP method is not allowed", field=route)

@@ -181,12 +181,9 @@ class LocalBackend:
 def make_step_event(step: StreamStep, size: Size, preserved: Bools) -> Event:
     """Create the stream event of one decoding step, for the first image of a request.
 
-    The field `kinds` has one letter per new token: `k` for a token that an edit preserves, else the letter of
-    `classify_new_tokens`. From `done`, the number of tokens after the step, a client knows the positions of the new
-    tokens, even if another replica has started the image again.
-
-    Args:
-        preserved: tokens that an edit preserves, bool `[cells]`.
+    The field `kinds` has one letter per new token: `k` if an edit preserves it, else that of `classify_new_tokens`.
+    From `done`, the number of tokens after the step, a client knows the positions of the new tokens, even if another
+    replica has started the image again.
     """
     part = step.parts[0]
     kinds = classify_new_tokens(part)

@@ -16,6 +16,7 @@ from .protocol import EditRequest, HttpError, ImagesRequest, ParsedBody, Variati
 from .sglang import parse_sglang_body
 from .state import ServerLimits
 
+JSON = "application/json"
 # Field with an image in base64. In base64, a JSON string has no escapes but these.
 _IMAGE_FIELD = re.compile(rb'"image"\s*+:\s*+"[^"\\]*+(?:\\[/nr][^"\\]*+)*+"')
 
@@ -32,32 +33,13 @@ class BodyParser(Protocol):
         """Free the received bytes."""
 
 
-class BodyFormat(Protocol):
+@dataclass(frozen=True)
+class BodyFormat:
     """Format of the request bodies of an endpoint, such as JSON."""
 
     media_type: str
-
-    def max_bytes(self, server_limits: ServerLimits) -> int: ...
-
-    def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser: ...
-
-
-@dataclass(frozen=True)
-class JsonBodyFormat:
-    """Format of JSON bodies, of one request, of a batch (up to `max_n` images), or with an image in base64."""
-
-    parse: Callable[[bytes, Headers, ServerLimits], ParsedBody]
-    allows_batch: bool = False
-    may_contain_image: bool = False
-    media_type = "application/json"
-
-    def max_bytes(self, server_limits: ServerLimits) -> int:
-        if self.may_contain_image:
-            return server_limits.max_form_bytes
-        return server_limits.max_body_bytes * (server_limits.max_n if self.allows_batch else 1)
-
-    def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
-        return _JsonParser(lambda body: self.parse(body, headers, server_limits))
+    max_bytes: Callable[[ServerLimits], int]
+    make_parser: Callable[[Headers, ServerLimits], BodyParser]
 
 
 class _JsonParser:
@@ -75,16 +57,18 @@ class _JsonParser:
         self._data.clear()
 
 
-@dataclass(frozen=True)
-class FormBodyFormat:
-    request_class: type[EditRequest]
-    media_type = FORM
+def _make_json_format(
+    parse: Callable[[bytes, Headers, ServerLimits], ParsedBody],
+    max_bytes: Callable[[ServerLimits], int] = lambda limits: limits.max_body_bytes,
+) -> BodyFormat:
+    return BodyFormat(JSON, max_bytes, lambda headers, limits: _JsonParser(lambda body: parse(body, headers, limits)))
 
-    def max_bytes(self, server_limits: ServerLimits) -> int:
-        return server_limits.max_form_bytes
 
-    def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
-        return FormBodyParser(headers["content-type"], server_limits.max_body_bytes, self.request_class)
+def _make_form_format(request_class: type[EditRequest]) -> BodyFormat:
+    def make_parser(headers: Headers, limits: ServerLimits) -> BodyParser:
+        return FormBodyParser(headers["content-type"], limits.max_body_bytes, request_class)
+
+    return BodyFormat(FORM, lambda limits: limits.max_form_bytes, make_parser)
 
 
 def _parse_codes_body(body: bytes, headers: Headers, server_limits: ServerLimits) -> ParsedBody:
@@ -96,7 +80,7 @@ def _parse_codes_body(body: bytes, headers: Headers, server_limits: ServerLimits
         raise HttpError(413, field="body", found=f"{size:,} bytes", expected=expected)
     accept = ",".join(headers.getlist("accept")).lower()
     file_weight = _find_weight(accept, CODES.media_type)
-    wants_file = file_weight > 0 and file_weight >= _find_weight(accept, JsonBodyFormat.media_type)
+    wants_file = file_weight > 0 and file_weight >= _find_weight(accept, JSON)
     return parse_json_body(CodesFileRequest if wants_file else CodesRequest, body)
 
 
@@ -112,9 +96,12 @@ def _find_weight(accept: str, media_type: str) -> float:
 
 # Format of the request bodies of each endpoint, by the last part of the endpoint's path.
 BODY_FORMATS: dict[str, BodyFormat] = {
-    "generations": JsonBodyFormat(lambda body, headers, server_limits: parse_json_body(ImagesRequest, body)),
-    "edits": FormBodyFormat(EditRequest),
-    "variations": FormBodyFormat(VariationRequest),
-    "codes": JsonBodyFormat(_parse_codes_body, may_contain_image=True),
-    "generate": JsonBodyFormat(lambda body, headers, server_limits: parse_sglang_body(body), allows_batch=True),
+    "generations": _make_json_format(lambda body, headers, limits: parse_json_body(ImagesRequest, body)),
+    "edits": _make_form_format(EditRequest),
+    "variations": _make_form_format(VariationRequest),
+    "codes": _make_json_format(_parse_codes_body, lambda limits: limits.max_form_bytes),  # with an image in base64
+    "generate": _make_json_format(
+        lambda body, headers, limits: parse_sglang_body(body),
+        lambda limits: limits.max_body_bytes * limits.max_n,  # a batch
+    ),
 }

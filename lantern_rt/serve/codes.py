@@ -38,11 +38,7 @@ def _decode_image(value: Any) -> Any:
 
 
 class CodesRequest(GenerationRequest):
-    """Body of `POST /v1/images/codes`, for bundles with and without an image decoder.
-
-    Args:
-        image: file of a source image, in base64 or as a data URL.
-    """
+    """Body of `POST /v1/images/codes`, for bundles with and without an image decoder. `image`: source, in base64."""
 
     image: Annotated[bytes, BeforeValidator(_decode_image), _BASE64] | None = None
 

@@ -33,14 +33,15 @@ BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the 
 class _ChunkLimitedParser(h11.Connection):
     def next_event(self) -> Any:
         event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._chunks = 0
-            self._bytes = 0
-        elif isinstance(event, h11.Data):
-            self._chunks += event.chunk_start
-            self._bytes += len(event.data)
-            if self._chunks > MAX_CHUNKS + self._bytes // CHUNK_BYTES:
-                raise h11.RemoteProtocolError("chunks are too small")
+        match event:
+            case h11.Request():
+                self._chunks = 0
+                self._bytes = 0
+            case h11.Data():
+                self._chunks += event.chunk_start
+                self._bytes += len(event.data)
+                if self._chunks > MAX_CHUNKS + self._bytes // CHUNK_BYTES:
+                    raise h11.RemoteProtocolError("chunks are too small")
         return event
 
 

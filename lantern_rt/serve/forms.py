@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from io import BytesIO
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,7 +38,7 @@ class FormBodyParser:
         self._misplaced = re.compile(re.escape(self._delimiter) + rb"(?:[^\r-]|\r[^\n]|-[^-])")
         try:
             self._parser = FormParser(
-                FORM, self._add_part, self._add_part, self._mark_complete, boundary, config=LIMITS
+                FORM, self._add_field, self._add_file, self._mark_complete, boundary, config=LIMITS
             )
         except FormParserError as error:
             raise _make_malformed_error(format_error(error)) from error
@@ -73,15 +72,20 @@ class FormBodyParser:
         self._values.clear()
         self._parser.parser = None
 
-    def _add_part(self, part: Field | File) -> None:
-        name = (part.field_name or b"").decode("utf-8", "replace").removesuffix("[]")[:80]
+    def _add_field(self, part: Field) -> None:
+        self._add_value(part.field_name, part.value or b"")
+
+    def _add_file(self, part: File) -> None:
+        part.file_object.seek(0)
+        self._add_value(part.field_name, part.file_object.read())
+
+    def _add_value(self, field_name: bytes | None, value: bytes) -> None:
+        name = (field_name or b"").decode("utf-8", "replace").removesuffix("[]")[:80]
         if name in self._values:
             raise HttpError(400, field=name, found="more than one", expected="one")
         if len(self._values) == MAX_PARTS:
             raise _make_malformed_error(f"a form with more than {MAX_PARTS} parts")
-        content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
-        assert isinstance(content, BytesIO)
-        self._values[name] = content.getvalue()
+        self._values[name] = value
         if name not in FILES:
             self._remaining_text_bytes -= len(self._values[name])
         if self._remaining_text_bytes < 0:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from sse_starlette import EventSourceResponse
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .backend import ImageBackend
@@ -86,9 +86,7 @@ class _RequestHandler:
             text = f"{http_error.field or 'request'}: rejected" if may_quote_prompt else str(http_error)
             self._record.log_fields = {"error": text}
             if self._failure is None:
-                await self._send_response(
-                    JSONResponse(http_error.body(), http_error.status, headers=http_error.headers)
-                )
+                await self._send_response(http_error.make_response())
             del http_error  # its traceback refers to this frame
         finally:  # also if this task is cancelled: the server stops, or the client of Ray Serve disconnected
             self._record.status = status

@@ -131,12 +131,7 @@ class GenerationRequest(InputFields):
 
     @abstractmethod
     def make_image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
-        """Return the fields of a response that describe one image.
-
-        Args:
-            codes: codes of the image, `[cells]`.
-            file_bytes: contents of the file that `encode_file` returned.
-        """
+        """Return the fields of a response that describe one image, with the file that `encode_file` returned."""
 
     def make_response_fields(self, size: Size) -> dict[str, str]:
         """Return the fields of a response that are the same for all images."""
@@ -287,33 +282,19 @@ def check_and_set_defaults(request: R, max_deadline: float) -> R:
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Method, seeds and costs of a finished request, which a response contains as the field `lantern`.
+    """Method, seeds and costs of a finished request, which a response contains as the field `lantern`."""
 
-    Args:
-        model: name of the model in the API.
-        method: decoding method with its parameters.
-        quality: preset that chose the method; None if the request named the method.
-        exact: whether the method samples from the target's distribution.
-        tokens_per_forward_pass: tokens per forward pass of an image, averaged over images.
-        target_passes: number of forward passes of the target, added up over images. A pass for a batch of images
-            counts once for each image.
-        realised_tvd_per_token: total variation distance per token that relaxed acceptance caused.
-        seconds: duration of the request.
-        queue_seconds: time before the first forward pass.
-        picture_seconds: time to decode and encode images, partial images included.
-    """
-
-    model: str
-    method: str
-    quality: str | None
-    exact: bool
+    model: str  # its name in the API
+    method: str  # with its parameters
+    quality: str | None  # preset that chose the method; None if the request named the method
+    exact: bool  # whether the method samples from the target's distribution
     seeds: list[int]
-    tokens_per_forward_pass: float
-    target_passes: int
-    realised_tvd_per_token: float
-    seconds: float
-    queue_seconds: float
-    picture_seconds: float
+    tokens_per_forward_pass: float  # of an image, averaged over images
+    target_passes: int  # added up over images: a pass for a batch of images counts once for each
+    realised_tvd_per_token: float  # total variation distance that relaxed acceptance caused
+    seconds: float  # duration of the request
+    queue_seconds: float  # time before the first forward pass
+    picture_seconds: float  # time to decode and encode images, partial images included
 
 
 @dataclass(frozen=True)
@@ -361,25 +342,30 @@ class HttpError(LanternError):
     @classmethod
     def from_exception(cls, error: Exception) -> HttpError:
         """Convert an exception to an HTTP error. Details of errors in the server are left to the server's log."""
-        if isinstance(error, HttpError):
-            return error
-        if isinstance(error, BusyError):
-            return cls(429, str(error), "busy", error.retry_seconds)
-        if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # closed
-            return cls(503, "the model has stopped", "stopped", 5, remedy="use another server")
-        if isinstance(error, RequestError):
-            _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
-            parts = error.remedy.split("; ")
-            # Commands are for the operator, except one that serves the page with a model of any words.
-            parts = [ANY_WORDS_SERVED if part == ANY_WORDS else part for part in parts]
-            remedy = "; ".join(part for part in parts if part == ANY_WORDS_SERVED or "lantern-rt " not in part)
-            converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
-            converted.param = "method" if field in METHODS_BY_PARAMETER else field
-            converted.suggestions = error.suggestions
-            return converted
-        if isinstance(error, LanternError):  # the message may name files of the server
-            return cls(500, "an engine of the server failed", "engine_failed", remedy="see the server's log")
+        match error:
+            case HttpError():
+                return error
+            case BusyError():
+                return cls(429, str(error), "busy", error.retry_seconds)
+            case RequestError(field="service" | "pipeline"):  # closed
+                return cls(503, "the model has stopped", "stopped", 5, remedy="use another server")
+            case RequestError():
+                return cls._from_request_error(error)
+            case LanternError():  # the message may name files of the server
+                return cls(500, "an engine of the server failed", "engine_failed", remedy="see the server's log")
         return cls(500, "internal server error", remedy="see the server's log")
+
+    @classmethod
+    def _from_request_error(cls, error: RequestError) -> HttpError:
+        _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
+        parts = error.remedy.split("; ")
+        # Commands are for the operator, except one that serves the page with a model of any words.
+        parts = [ANY_WORDS_SERVED if part == ANY_WORDS else part for part in parts]
+        remedy = "; ".join(part for part in parts if part == ANY_WORDS_SERVED or "lantern-rt " not in part)
+        converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
+        converted.param = "method" if field in METHODS_BY_PARAMETER else field
+        converted.suggestions = error.suggestions
+        return converted
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the error in OpenAI's form, with valid prompts in `suggestions` if there are any."""
@@ -390,7 +376,8 @@ class HttpError(LanternError):
         suggestions = {"suggestions": [*self.suggestions]} if self.suggestions else {}
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code, **suggestions}}
 
-    @property
-    def headers(self) -> dict[str, str]:
-        challenge = {"www-authenticate": "Bearer"} if self.status == 401 else {}
-        return challenge if self.retry_after is None else {"retry-after": str(self.retry_after)}
+    def make_response(self) -> Response:
+        headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after is not None:
+            headers = {"retry-after": str(self.retry_after)}
+        return JSONResponse(self.body(), self.status, headers)

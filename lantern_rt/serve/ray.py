@@ -61,11 +61,7 @@ class DeploymentSettings(BaseModel):
 
 
 def app(settings: DeploymentSettings) -> serve.Application:
-    """Create the application for `serve run lantern_rt.serve.ray:app` and configuration files.
-
-    Raises:
-        RequestError: there are no bundles, their names are not unique, or the number of model names is wrong.
-    """
+    """Create the application for `serve run lantern_rt.serve.ray:app` and configuration files."""
     bundles = {settings.bundles: {}} if isinstance(settings.bundles, str) else settings.bundles
     names = [Path(bundle).name for bundle in bundles]
     if not names or len({*names, "ingress"}) <= len(names):
@@ -199,19 +195,18 @@ class RayBackend:
                 response: Any = self._replicas.generate.remote(timed_request, caller)  # Ray's type lacks methods
                 try:
                     async for update in response:
-                        if isinstance(update, LanternError):
-                            raise update
-                        if isinstance(update, Completion):
-                            assert queue_seconds is not None
-                            seconds = time.perf_counter() - began
-                            self._duration = seconds - queue_seconds
-                            generation_stats = replace(
-                                update.generation_stats,
-                                seconds=seconds,
-                                queue_seconds=update.generation_stats.queue_seconds + queue_seconds,
-                            )
-                            yield replace(update, generation_stats=generation_stats)
-                            return
+                        match update:
+                            case LanternError():
+                                raise update
+                            case Completion():
+                                assert queue_seconds is not None
+                                seconds = time.perf_counter() - began
+                                self._duration = seconds - queue_seconds
+                                stats = update.generation_stats
+                                queue_seconds += stats.queue_seconds
+                                stats = replace(stats, seconds=seconds, queue_seconds=queue_seconds)
+                                yield replace(update, generation_stats=stats)
+                                return
                         if update != ADMITTED:
                             yield update
                         elif queue_seconds is None:

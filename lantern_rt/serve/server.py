@@ -34,9 +34,6 @@ class Server:
         model_loaders: function that loads the pipeline of a model, by the name of the model; called in sequence.
         port: port to listen on; 0: a free port.
         server_limits: limits of requests. When the server stops, running requests have `deadline` seconds to finish.
-
-    Raises:
-        RequestError: the port is not available, or an origin is invalid.
     """
 
     def __init__(

@@ -74,16 +74,6 @@ class _SingleRequestBody(BaseModel):
     image_data: _Images
     sampling_params: _SamplingParameters
 
-    def make_request(self) -> TokenPromptRequest:
-        parameters = self.sampling_params
-        return TokenPromptRequest(
-            input_ids=self.input_ids,
-            grid_shapes=self.image_data[0].image_grid_thw,
-            max_tokens=parameters.max_new_tokens,
-            seed=parameters.sampling_seed,
-            **{name: getattr(parameters, name) for name in SAMPLING},
-        )
-
 
 class _BatchRequestBody(BaseModel):
     """Body of a request for several images: lists with one element per image."""
@@ -127,15 +117,24 @@ def _make_image_result(completion: Completion) -> dict[str, Any]:
 
 def parse_sglang_body(body: bytes) -> SGLangRequest:
     """Parse the body of a single request or of a batch."""
-    head = parse_json_body(_InputIdsBody, body)
-    if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
-        return SGLangRequest([parse_json_body(_SingleRequestBody, body).make_request()], is_batch=False)
-    batch = parse_json_body(_BatchRequestBody, body)
-    columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
-    singles = [
-        _SingleRequestBody(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns
-    ]
-    return SGLangRequest([single.make_request() for single in singles], is_batch=True)
+    match parse_json_body(_InputIdsBody, body).input_ids:
+        case [list(), *_]:
+            batch = parse_json_body(_BatchRequestBody, body)
+            columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
+            return SGLangRequest([_make_request(*values) for values in columns], is_batch=True)
+    single = parse_json_body(_SingleRequestBody, body)
+    request = _make_request(single.input_ids, single.image_data, single.sampling_params)
+    return SGLangRequest([request], is_batch=False)
+
+
+def _make_request(input_ids: _Ids, images: _Images, parameters: _SamplingParameters) -> TokenPromptRequest:
+    return TokenPromptRequest(
+        input_ids=input_ids,
+        grid_shapes=images[0].image_grid_thw,
+        max_tokens=parameters.max_new_tokens,
+        seed=parameters.sampling_seed,
+        **{name: getattr(parameters, name) for name in SAMPLING},
+    )
 
 
 class _InputIdsBody(BaseModel):

@@ -76,10 +76,7 @@ class BodyMemoryBudget:
 
     @contextmanager
     def open_account(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves a number of bytes until the `with` block ends.
-
-        The function raises `HttpError` if the caller would use too much memory.
-        """
+        """Yield a function that reserves bytes until the block ends, or raises `HttpError` if they are too many."""
         reserved = 0
 
         def reserve(num_bytes: int) -> None:
@@ -154,10 +151,7 @@ class ServerState:
         return self.keys[digest]
 
     def apply_limits(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
-        """Check requests against the server's limits, and return them with all defaults set.
-
-        `ServerLimits.mapped_sizes` replaces sizes that clients send by habit.
-        """
+        """Check requests against the server's limits, and return them with all defaults set and sizes mapped."""
         server_limits = self.server_limits
         requests = [check_and_set_defaults(request, server_limits.deadline) for request in raw_requests]
         for request in requests:

@@ -39,47 +39,29 @@ class Option:
 
 @dataclass(frozen=True)
 class Words:
-    """Names of one parameter of a pipeline call wherever users meet it, and the forms of its value there.
+    """Names of one parameter of a pipeline call wherever users meet it, and the forms of its value there."""
 
-    Attributes:
-        parameter: name in Python.
-        field: name in HTTP bodies.
-        chunk: text chunk that records the value in PNG files; empty: the chunk of another parameter records it.
-        json_type: type of the field that every JSON body has; None: the body of an endpoint declares the field.
-        chunk_type: type of the text chunk, for pydantic.
-        restore: converts a valid text chunk to the value of the parameter; RequestError if it records only a hash.
-        needs_text: whether the parameter can only stand beside a text.
-    """
-
-    parameter: str
-    field: str
-    chunk: str
+    parameter: str  # name in Python
+    field: str  # name in HTTP bodies
+    chunk: str  # text chunk that records the value in PNG files; empty: the chunk of another parameter records it
     option: Option
-    json_type: Any = None
-    chunk_type: Any = str
+    json_type: Any = None  # of the field that every JSON body has; None: the body of an endpoint declares the field
+    chunk_type: Any = str  # of the text chunk, for pydantic
+    # Converts a valid text chunk to the value of the parameter; RequestError if it records only a hash.
     restore: Callable[[Any], Any] = lambda value: value
-    needs_text: bool = False
+    needs_text: bool = False  # whether the parameter can only stand beside a text
 
 
 @dataclass(frozen=True)
 class Row:
-    """One batch row of a prefix, before the condition graph computes its embeddings.
+    """One batch row of a prefix, before the condition graph computes its embeddings."""
 
-    Attributes:
-        inputs: inputs of the condition graph by name, `[1, ...]`. Rows with the same object share a run of the graph.
-        output: index of the graph's output for this row: 0 `prefix_embeds`, 1 `uncond_embeds`.
-        is_real_token: bool `[prefix]`; False on padding.
-        tokens: token ids, int64 `[prefix]`; None unless text and image tokens share a vocabulary.
-        positions: positions of the tokens, int64 `[prefix]`; None: the positions are consecutive.
-        first_position: position of the image's first code; None: the prefix begins at position 0.
-    """
-
-    inputs: Mapping[str, NDArray[Any]]
-    output: int
-    is_real_token: Bools
-    tokens: Ints | None = None
-    positions: Ints | None = None
-    first_position: int | None = None
+    inputs: Mapping[str, NDArray[Any]]  # of the condition graph, [1, ...]; rows with the same object share a run of it
+    output: int  # index of the graph's output for this row: 0 `prefix_embeds`, 1 `uncond_embeds`
+    is_real_token: Bools  # False on padding, [prefix]
+    tokens: Ints | None = None  # int64 [prefix]; None unless text and image tokens share a vocabulary
+    positions: Ints | None = None  # of the tokens, int64 [prefix]; None: consecutive
+    first_position: int | None = None  # of the image's first code; None: the prefix begins at position 0
 
     def embed(self, embeds: Floats) -> PrefixRow:
         """Return the row with its embeddings, float32 `[prefix, hidden_size]`."""
@@ -115,12 +97,7 @@ class RequestContext:
 
 @dataclass(frozen=True, eq=False)
 class Subject(ABC):
-    """What an image is made from, checked against a bundle. All images of one prompt share the object.
-
-    Attributes:
-        label: prompt, class id or token ids, as `Result.prompts` has it; None for text embeddings.
-        prefix: prefix of the subject alone.
-    """
+    """What an image is made from, checked against a bundle. All images of one prompt share the object."""
 
     words: ClassVar[Words]
     conditions: ClassVar[frozenset[str]]  # kinds of conditions, as in the manifest, that take the subject
@@ -129,8 +106,8 @@ class Subject(ABC):
     title: ClassVar[str]  # in reports and file names: format of an item and its index, from 0
     remedy: ClassVar[str] = ""  # in the error of a prompt that is given instead
 
-    label: Label
-    prefix: Prefix
+    label: Label  # prompt, class id or token ids, as `Result.prompts` has it; None for text embeddings
+    prefix: Prefix  # of the subject alone
 
     @classmethod
     def split(cls, value: Any) -> list[Any]:
@@ -173,46 +150,23 @@ class Subject(ABC):
         return str(self.label)
 
 
-class Part(ABC):
+class Part:
     """What takes part in a request beside the subject. All images of a request share the object.
 
-    A method that a kind does not implement changes nothing.
-    """
-
-    preserved_codes: Ints | None = None  # codes of cells that are not generated, -1 in other cells, int64 `[cells]`
-
-    def change_prefix(self, prefix: Prefix) -> Prefix:
-        return prefix
-
-    def encode(self, encoder: Callable[[Floats], Ints]) -> None:  # noqa: B027
-        """Compute codes of an image; a second call has no effect.
-
-        Args:
-            encoder: converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to codes, int64 `[1, cells]`.
-        """
-
-    def finish_image(self, image: Image) -> Image:
-        """Change the pixels of a generated image."""
-        return image
-
-    @property
-    @abstractmethod
-    def record(self) -> Mapping[str, str]:
-        """Chunks of the recipe, by name."""
-
-
-class PartInput(ABC):
-    """Values of a part in a request, of which only what is quick is checked yet.
-
-    A method that a kind does not implement changes nothing.
+    `read` makes it and `finish` completes it. A method that a kind does not implement changes nothing.
     """
 
     words: ClassVar[tuple[Words, ...]]
+    preserved_codes: Ints | None = None  # codes of cells that are not generated, -1 in other cells, int64 `[cells]`
 
     @classmethod
-    @abstractmethod
     def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self:
-        """Read the part from the parameters of a request, of which at least one is in `words`."""
+        """Read the part from the parameters of a request, of which at least one is in `words`, with quick checks.
+
+        The default gives the constructor the value, or None, of each parameter in `words`.
+        """
+        make: Callable[..., Self] = cls
+        return make(*(inputs.get(words.parameter) for words in cls.words))
 
     def default_options(self) -> Mapping[str, Any]:
         """Return options that hold unless the request names them."""
@@ -226,9 +180,28 @@ class PartInput(ABC):
         """Change what the subject is checked against."""
         return context
 
-    @abstractmethod
     def finish(self, context: RequestContext) -> Part:
-        """Check the rest, which may take long."""
+        """Check the rest, which may take long. The methods below belong to the result."""
+        return self
+
+    def change_prefix(self, prefix: Prefix) -> Prefix:
+        return prefix
+
+    def encode(self, encoder: Callable[[Floats], Ints]) -> None:
+        """Compute codes of an image; a second call has no effect.
+
+        Args:
+            encoder: converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to codes, int64 `[1, cells]`.
+        """
+
+    def finish_image(self, image: Image) -> Image:
+        """Change the pixels of a generated image."""
+        return image
+
+    @property
+    def record(self) -> Mapping[str, str]:
+        """Chunks of the recipe, by name."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,7 @@ def prepare_edit(
     mask: ImageSource | None = None,
     keep_rows: int | None = None,
 ) -> ImageEdit:
-    """Scale an image from `read_image` to cover a size, crop its centre, and select the cells to generate again.
-
-    Mask and `keep_rows` are as `Options` describes. If the mask selects no cell, RequestError is raised.
-    """
+    """Scale an image from `read_image` to cover a size, crop its centre, and select the cells to generate again."""
     width, height = manifest.size_in_pixels(size)
     if keep_rows is not None:
         if mask is not None:

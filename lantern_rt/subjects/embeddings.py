@@ -29,12 +29,7 @@ def _reject_record(text: str) -> NoReturn:
 
 
 def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Read a file of text embeddings. The request checks later whether they are finite and fit the bundle.
-
-    Returns:
-        Embeddings `[prompts, tokens, dim]`, padded on the right, and the mask `[prompts, tokens]`, which is True for
-        real tokens, or everywhere if the file has no mask.
-    """
+    """Read embeddings `[prompts, tokens, dim]`, padded on the right, and their mask `[prompts, tokens]`."""
     with (
         convert_read_errors(path, "an .npz of `embeddings` and `mask`", RequestError, _REMEDY),
         open_regular_file(path) as file,

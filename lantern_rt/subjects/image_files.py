@@ -36,12 +36,7 @@ HALVED_PIXELS = 1 << 22  # number of pixels above which an image is read at half
 
 
 def read_image(name: str, source: ImageSource, header_only: bool = False) -> Image.Image:
-    """Read an image, rotate it upright and convert it to RGBA in sRGB. A large image is read at half its size.
-
-    Args:
-        name: name of the request's parameter, for error messages.
-        header_only: whether to return the opened image at once, not decoded, rotated or converted.
-    """
+    """Read an upright RGBA image in sRGB, a large one at half its size. `name`: a parameter, for errors."""
     place = str(source) if isinstance(source, str | Path) else name  # for error messages
     with (
         convert_read_errors(Path(place), "a PNG, JPEG or WebP file", RequestError, "give another image"),

@@ -14,7 +14,7 @@ from PIL import Image
 from ..bundle.manifest import Manifest, Size
 from ..errors import RequestError
 from ..options import ImageSource
-from .base import Option, Part, PartInput, RequestContext, Words
+from .base import Option, Part, RequestContext, Words
 from .edited_image import prepare_edit
 from .image_files import read_image, read_image_size
 from .source_image import prepare_source_image
@@ -32,7 +32,7 @@ def _reject_record(text: str) -> NoReturn:
 
 
 @dataclass
-class ImageInput(PartInput):
+class ImageInput(Part):
     """Image of which only the header is read yet. `mask` and `keep_rows` are as in `Options`."""
 
     option = Option("image", Path, "IMAGE", "Source image, for models that take one.")
@@ -93,10 +93,7 @@ def check_supports_edits(manifest: Manifest) -> None:
 
 
 def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> str | None:
-    """Find the image size of a bundle that is nearest to a width and height: by aspect ratio, then by area.
-
-    The result is its name; None if the bundle has a single image size.
-    """
+    """Return the name of the size that is nearest by aspect ratio, then by area; None: the bundle has a single size."""
 
     def measure_size_difference(size: Size) -> tuple[float, float]:
         # Differences of logarithms compare ratios, so twice and half the size are equally far.

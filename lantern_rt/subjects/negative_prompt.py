@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ..bundle.manifest import Manifest
-from .base import Option, Part, PartInput, Prefix, RequestContext, Row, Words, make_missing_guidance_error
-from .text import make_text_prefix
+from .base import Option, Part, Prefix, RequestContext, Row, Words, make_missing_guidance_error
+from .prompts import make_text_prefix
 
 _NAME = "negative_prompt"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class NegativePrompt(Part):
-    text: str
-    row: Row
+    option = Option(_NAME, str, "TEXT", "Prompt that guidance leads away from.")
+    words = (Words(_NAME, _NAME, _NAME, option, json_type=str, needs_text=True),)
+    text: Any
+    row: Row = field(init=False)
+
+    def finish(self, context: RequestContext) -> Self:
+        if not context.uses_guidance:
+            raise make_missing_guidance_error(_NAME)
+        layout = context.condition.layout
+        template = None if layout is None else layout.negative
+        self.row = make_text_prefix(self.text, _NAME, context, template).cond
+        return self
 
     def change_prefix(self, prefix: Prefix) -> Prefix:
         return prefix._replace(uncond=self.row)
@@ -24,21 +33,3 @@ class NegativePrompt(Part):
     @property
     def record(self) -> Mapping[str, str]:
         return {_NAME: self.text}
-
-
-@dataclass(frozen=True)
-class NegativePromptInput(PartInput):
-    option = Option(_NAME, str, "TEXT", "Prompt that guidance leads away from.")
-    words = (Words(_NAME, _NAME, _NAME, option, json_type=str, needs_text=True),)
-    text: Any
-
-    @classmethod
-    def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self:
-        return cls(inputs[_NAME])
-
-    def finish(self, context: RequestContext) -> NegativePrompt:
-        if not context.uses_guidance:
-            raise make_missing_guidance_error(_NAME)
-        layout = context.condition.layout
-        template = None if layout is None else layout.negative
-        return NegativePrompt(self.text, make_text_prefix(self.text, _NAME, context, template).cond)

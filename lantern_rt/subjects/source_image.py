@@ -19,23 +19,14 @@ from .image_files import convert_to_encoder_input, crop_to_cover
 
 @dataclass(eq=False)
 class SourceImage(Part):
-    """Source image from which images are generated. Its codes are part of the prompt, and none of them is preserved.
+    """Source image from which images are generated. Its codes are part of the prompt, and none of them is preserved."""
 
-    Attributes:
-        image: source image, scaled to `size`.
-        pixels: source image, scaled to the input of the image encoder, uint8 `[height, width, 3]`.
-        size: image size of the bundle that is nearest to the original image.
-        spec: layout of prompts with a source image.
-        max_positions: number of rows of the bundle's rotary table.
-        codes: codes of the source, int64 `[cells]`; None before `encode`.
-    """
-
-    image: Image.Image
-    pixels: NDArray[np.uint8]
-    size: Size
+    image: Image.Image  # scaled to `size`
+    pixels: NDArray[np.uint8]  # scaled to the input of the image encoder, [height, width, 3]
+    size: Size  # of the bundle that is nearest to the original image
     spec: SourceImageSpec
-    max_positions: int
-    codes: Ints | None = field(init=False, default=None)
+    max_positions: int  # number of rows of the bundle's rotary table
+    codes: Ints | None = field(init=False, default=None)  # [cells]; see `encode`
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
         if self.codes is None:

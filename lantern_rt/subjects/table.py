@@ -9,18 +9,16 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import RequestError
-from .base import PartInput, Subject, Words
-from .class_ids import ClassId
+from .base import Part, Subject, Words
 from .embeddings import Embedding
 from .image_input import ImageInput
-from .negative_prompt import NegativePromptInput
-from .text import Text
-from .token_ids import TokenIds
+from .negative_prompt import NegativePrompt
+from .prompts import ClassId, Text, TokenIds
 
 # The first kind that a condition takes is the one that errors ask for.
 SUBJECTS: tuple[type[Subject], ...] = (Text, ClassId, TokenIds, Embedding)
 # A part may read what the parts before it changed.
-PARTS: tuple[type[PartInput], ...] = (NegativePromptInput, ImageInput)
+PARTS: tuple[type[Part], ...] = (NegativePrompt, ImageInput)
 _ALL_WORDS = [kind.words for kind in SUBJECTS] + [words for kind in PARTS for words in kind.words]
 WORDS: dict[str, Words] = {words.parameter: words for words in _ALL_WORDS}
 # Parameters of a pipeline call and of a server: parameter -> (command-line option, HTTP field).
@@ -38,12 +36,7 @@ def find_subject_kind(condition_kind: str) -> type[Subject]:
 
 
 def choose_subject_kind(inputs: Mapping[str, Any], condition_kind: str, owner: str) -> type[Subject]:
-    """Return the kind of the only subject among the parameters of a request, or raise RequestError.
-
-    Args:
-        condition_kind: kind of the bundle's condition, which must take the subject.
-        owner: what has the condition, for errors.
-    """
+    """Return the kind of the only subject in a request, which a condition of `owner` must take."""
     accepted = find_subject_kind(condition_kind)
     present = list_subjects(inputs)
     wrong = next((kind for kind in present if kind is not accepted), None)

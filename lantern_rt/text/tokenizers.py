@@ -85,12 +85,9 @@ def _check_post_processor(text: str) -> None:
 
 
 def parse_tokenizer(json_bytes: bytes, keeps_truncation: bool = False) -> Tokenizer:
-    """Parse a `tokenizer.json` without the settings for padding and dropout.
+    """Parse a `tokenizer.json` without the settings for padding, dropout and (unless `keeps_truncation`) truncation.
 
-    These settings are for training, and would change the tokens of prompts.
-
-    Args:
-        keeps_truncation: whether to keep the settings of the file for truncating long texts.
+    They are for training, and would change the tokens of prompts.
     """
     from tokenizers import Tokenizer
 

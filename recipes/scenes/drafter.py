@@ -10,7 +10,7 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.manifest import compute_sha256
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.pipeline import Pipeline
-from lantern_rt.subjects.text import Text
+from lantern_rt.subjects.prompts import Text
 from lantern_rt.train.drafter.data import IMAGES_PER_SHARD, generate_shards
 from lantern_rt.train.drafter.fit import DrafterTrainer, TrainingOptions, format_metrics
 from lantern_rt.train.drafter.target import read_training_target

@@ -33,7 +33,7 @@ from lantern_rt.export.families import emu35
 from lantern_rt.export.model import BundleContents
 from lantern_rt.methods import Sampling
 from lantern_rt.subjects.base import RequestContext
-from lantern_rt.subjects.text import Text
+from lantern_rt.subjects.prompts import Text
 from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
 ARRAYS = load_golden("emu3.5")

@@ -33,7 +33,7 @@ from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_i
 from lantern_rt.export.families.emu3 import SUFFIX, make_emu3_prompt_layout
 from lantern_rt.export.writer import export_model
 from lantern_rt.subjects.base import RequestContext
-from lantern_rt.subjects.negative_prompt import NegativePromptInput
+from lantern_rt.subjects.negative_prompt import NegativePrompt
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 CODES = slice(557, 653)  # token ids of the codes
@@ -125,7 +125,7 @@ def test_prompts_of_recorded_runs_have_the_recorded_token_ids(
     if trace["unconditional_ids"] is not None and trace["negative"]:
         spec = ConditionSpec(kind="tokens", prefix=2048, layout=prompt_layout)
         context = RequestContext(spec, TemplateTokenizer(tokenizer), size, uses_guidance=True)
-        tokens = NegativePromptInput(trace["negative"]).finish(context).row.tokens
+        tokens = NegativePrompt(trace["negative"]).finish(context).row.tokens
         assert tokens is not None
         assert tokens.tolist() == trace["unconditional_ids"]
     assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"

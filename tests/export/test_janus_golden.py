@@ -135,7 +135,7 @@ def copy_with_start_token(folder: Path) -> Path:
 def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
     from lantern_rt.bundle.manifest import Size
     from lantern_rt.subjects.base import RequestContext
-    from lantern_rt.subjects.text import Text
+    from lantern_rt.subjects.prompts import Text
     from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
     folder = copy_with_start_token(tmp_path / "janus") if adds_start else JANUS

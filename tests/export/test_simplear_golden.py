@@ -23,8 +23,8 @@ from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, list_image_s
 from lantern_rt.export.models.fsq import decode_fsq_codes, quantize_fsq_latents
 from lantern_rt.methods import Sampling
 from lantern_rt.subjects.base import RequestContext
-from lantern_rt.subjects.negative_prompt import NegativePromptInput
-from lantern_rt.subjects.text import Text
+from lantern_rt.subjects.negative_prompt import NegativePrompt
+from lantern_rt.subjects.prompts import Text
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER = DATA / "simplear"
@@ -95,7 +95,7 @@ def test_prompts_of_all_kinds_have_the_published_token_ids(simplear_bundle: Path
             assert uncond is not None
             assert uncond.tolist() == ARRAYS["uncond_ids"].tolist()
         elif negative := text.removeprefix("<|t2i|>"):
-            cond = NegativePromptInput(negative).finish(context).row.tokens
+            cond = NegativePrompt(negative).finish(context).row.tokens
         else:
             cond = np.array(make_simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
         assert cond is not None

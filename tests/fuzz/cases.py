@@ -26,7 +26,7 @@ from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
 from lantern_rt.output.formats import PNG
 from lantern_rt.output.images import attach_recipe
-from lantern_rt.subjects.class_ids import ClassId
+from lantern_rt.subjects.prompts import ClassId
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import generate_shards
 

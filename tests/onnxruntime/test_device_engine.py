@@ -118,7 +118,7 @@ def test_a_drafter_reads_hidden_states_from_device_memory(target: OrtDeviceEngin
     target_hidden = target.run(make_causal_pass(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
     rows = np.array([[2, 0, 1], [1, 1, 0]])  # 5 nodes are stored as 8
     nodes = np.array([[4, 0, 3], [2, 2, 1]])
-    states = HiddenStateView(target_hidden, rows, nodes).read()
+    states = target_hidden[rows, nodes]
     assert states.shape == (2, 3, SMALL_CONFIG.hidden_size)
     np.testing.assert_array_equal(states, target_hidden[:, :5][rows, nodes])
     other_pass: Any = SimpleNamespace(

@@ -154,7 +154,7 @@ def test_the_padded_cache_length_is_a_multiple_of_64(tiny_harness: DecoderHarnes
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
         assert tiny_harness.engine.past_columns(cache, 5) == past_length
-        assert cache.view_past_columns(past_length)[0].shape[0] == past_length
+        assert cache.tensors[0].shape[0] >= past_length
 
 
 def test_wrong_cache_lengths_are_rejected_before_the_graph_runs(tiny_harness: DecoderHarness) -> None:

@@ -15,7 +15,7 @@ from tiny_bundle import make_order_bundle
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.prepared import compute_prefixes
-from lantern_rt.subjects.class_ids import ClassId
+from lantern_rt.subjects.prompts import ClassId
 
 pytest.importorskip("safetensors")
 

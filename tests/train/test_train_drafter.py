@@ -17,9 +17,8 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.inputs import make_install_command
 from lantern_rt.prepared import compute_prefixes
-from lantern_rt.subjects.class_ids import ClassId
 from lantern_rt.subjects.embeddings import Embedding
-from lantern_rt.subjects.text import Text
+from lantern_rt.subjects.prompts import ClassId, Text
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")

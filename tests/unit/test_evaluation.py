@@ -25,7 +25,7 @@ from lantern_rt.compare.prompts import Prompts
 from lantern_rt.compare.report import COLUMNS
 from lantern_rt.compare.statistics import Floats, compute_frechet_distance, fit_gaussian
 from lantern_rt.compare.turns import ComparedMethod, parse_methods
-from lantern_rt.subjects.text import Text
+from lantern_rt.subjects.prompts import Text
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
 AR_METHOD = ComparedMethod("ar", {"method": "ar"})

@@ -74,14 +74,18 @@ INPUT_CHANGES = {
         (
             "",
             """from dataclasses import dataclass
-from .base import Option, Part, PartInput, Row, Words
-from .text import make_text_prefix
+from .base import Option, Part, Words
+from .prompts import make_text_prefix
 
 
 @dataclass
 class Place(Part):
+    words = (Words("place", "place", "place", Option("place", str, "TEXT", "Place."), json_type=str),)
     text: str
-    row: Row
+
+    def finish(self, context):
+        self.row = make_text_prefix(self.text, "place", context).cond
+        return self
 
     def change_prefix(self, prefix):
         return prefix._replace(cond=self.row)
@@ -89,25 +93,12 @@ class Place(Part):
     @property
     def record(self):
         return {"place": self.text}
-
-
-@dataclass
-class PlaceInput(PartInput):
-    words = (Words("place", "place", "place", Option("place", str, "TEXT", "Place."), json_type=str),)
-    text: str
-
-    @classmethod
-    def read(cls, inputs, manifest):
-        return cls(inputs["place"])
-
-    def finish(self, context):
-        return Place(self.text, make_text_prefix(self.text, "place", context).cond)
 """,
         )
     ],
     "lantern_rt/subjects/table.py": [
-        ("from .embeddings import Embedding\n", "from .embeddings import Embedding\nfrom .place import PlaceInput\n"),
-        ("(NegativePromptInput, ", "(PlaceInput, NegativePromptInput, "),
+        ("from .embeddings import Embedding\n", "from .embeddings import Embedding\nfrom .place import Place\n"),
+        ("(NegativePrompt, ", "(Place, NegativePrompt, "),
     ],
     "lantern_rt/options.py": [
         ("    negative_prompt: str | None", "    place: str | None\n    negative_prompt: str | None")

@@ -103,7 +103,7 @@ def test_a_draft_begins_with_the_preserved_tokens_of_its_image(tokens: list[int]
     prompt = replace(make_prompt(0), preserved_codes=np.array([-1, 3, 3, -1]))
     plan = make_plan(make_raster_layout(4), GUIDED, Autoregressive())
     sequence = ImageSequence(0, plan, prompt, seed=0)
-    sequence.append_codes(np.array([2]))
+    sequence.codes.append(2)
     TreeDraft(sequence, make_chain([2, 3, 3, 1], 2))
     with pytest.raises(AssertionError, match="preserved"):
         TreeDraft(sequence, make_chain(tokens, num_preserved_tokens))

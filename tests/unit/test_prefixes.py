@@ -43,8 +43,8 @@ class SumEngine:
         new_entries[:, :, 0, 0] = values.T
         new_entries[:, :, 0, 1] = batch.positions.T
         past_length = batch.attention_mask.shape[2] - nodes
-        entries = np.concatenate([cache.view_past_columns(past_length)[0], new_entries])
-        weighted = entries[:, :, 0, 0] * (1 + entries[:, :, 0, 1])  # [past + nodes, rows]
+        entries = np.concatenate([cache.tensors[0][:past_length], new_entries])[:, :, 0]  # [past + nodes, rows, width]
+        weighted = entries[..., 0] * (1 + entries[..., 1])
         sums = np.einsum("rnc,cr->rn", batch.attention_mask, weighted)
         logits = np.cos(sums[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3
         hidden = np.repeat(sums[..., None], WIDTH, 2).astype(np.float32)

@@ -12,8 +12,7 @@ from tiny_bundle import CAPTION, make_tiny_bundle
 from lantern_rt import Pipeline, RequestError, open_bundle
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
 from lantern_rt.compare.turns import ComparedMethod, add_likelihoods, parse_methods, run_method, run_methods_in_turns
-from lantern_rt.subjects.class_ids import ClassId
-from lantern_rt.subjects.text import Text
+from lantern_rt.subjects.prompts import ClassId, Text
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
 

@@ -23,7 +23,7 @@ from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import DecodeStep
 from lantern_rt.runtime.drafters import count_draft_nodes
-from lantern_rt.runtime.engine import HiddenStateView, PassInput, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput, read_hidden_states
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
@@ -294,7 +294,7 @@ class ToyDrafter(ToyEngine):
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
-        hidden = batch.hidden.read() if isinstance(batch.hidden, HiddenStateView) else batch.hidden
+        hidden = read_hidden_states(batch.hidden)
         previous_contexts = decode_hashes(hidden)
         slot_of_hidden = hidden[..., 3].astype(np.int64)
         origin = hidden[..., 4]
@@ -418,6 +418,7 @@ def make_model(
 class ToyNodes:
     """Nodes of a draft tree, without row ends or other known tokens before a node."""
 
+    layout: PassLayout
     tree_structure: TreeStructure
     next_code_indices: Sequence[int]
     sampled_nodes: Sequence[int] | None = None
@@ -439,7 +440,7 @@ def make_target_output(
     sequence = ImageSequence(0, plan, make_prompt(0), seed)
     depths = tree_structure.depths
     layout = layout or PassLayout(depths, depths, tree_structure.ancestor_mask)
-    return TargetOutput(sequence, ToyNodes(tree_structure, cells), layout, logits, rows)
+    return TargetOutput(sequence, ToyNodes(layout, tree_structure, cells), logits, rows)
 
 
 def collect_codes(steps: Iterable[DecodeStep], images: int) -> list[list[int]]:
