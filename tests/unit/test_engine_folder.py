@@ -65,8 +65,9 @@ def change_manifest(engines: Path, **fields: Any) -> None:
 
 
 def get_open_error(bundle: Path, engines: Path) -> EngineError:
-    check = lambda: open_engine_folder(engines).check_compatibility(open_bundle(bundle), BUILDER_VERSION)  # noqa: E731
-    return catch_error(EngineError, check)
+    with pytest.raises(EngineError) as caught:
+        open_engine_folder(engines).check_compatibility(open_bundle(bundle), BUILDER_VERSION)
+    return caught.value
 
 
 # ---------------------------------------------------------------- building

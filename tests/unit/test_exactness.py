@@ -163,9 +163,8 @@ def test_every_exact_method_generates_the_tokens_of_ar(
     top_p: float,
     min_p: float | None,
 ) -> None:
-    sampling = Sampling(
-        cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = Sampling(cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, **filters)
     model = make_model(9, 16, seed=table, agreement=agreement)
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]

@@ -164,8 +164,11 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
         tree: Any, target: Any, choose_token: Any, rule: Any, decisions: Any, remaining: int
     ) -> Any:
         output = choose_token.__self__
-        reuse = lambda node: decisions(node).open_stream(int(output.next_code_indices[node]))  # noqa: E731
-        return verify(tree, target, choose_token, rule, reuse, remaining)
+
+        def reuse_noise(node: int) -> Any:
+            return decisions(node).open_stream(int(output.next_code_indices[node]))
+
+        return verify(tree, target, choose_token, rule, reuse_noise, remaining)
 
     patch.setattr(tree_drafts, "verify_tree_relaxed", verify_with_draft_noise)
 

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,7 +136,11 @@ def test_images_can_be_generated_from_class_ids(class_bundle: Path) -> None:
 def test_embeddings_are_padded_on_the_left(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     condition_inputs = []
     compute = embeds_pipe.engines.compute_condition
-    record = lambda inputs: condition_inputs.append(inputs) or compute(inputs)  # noqa: E731
+
+    def record(inputs: Any) -> Any:
+        condition_inputs.append(inputs)
+        return compute(inputs)
+
     monkeypatch.setattr(embeds_pipe.engines, "compute_condition", record)
     values = np.arange(2 * PREFIX * CAPTION, dtype=np.float32).reshape(2, PREFIX, CAPTION)
     mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
