@@ -161,7 +161,6 @@ def test_the_stop_timeout_of_each_deployment_exceeds_the_request_deadline_by_10_
 
 
 def run_health_check(port: int) -> int:
-    """Run the health check command of the Dockerfile for a server at `port`; return the command's exit code."""
     command = json.loads(read_dockerfile_arguments("HEALTHCHECK")[0].partition("CMD ")[2])
     assert command[0] == "python"
     code = command[2].replace(":8000/", f":{port}/")

@@ -34,7 +34,6 @@ BUNDLES: dict[str, Any] = {
 
 
 def change_manifest(folder: Path, **fields: Any) -> Path:
-    """Replace fields in the manifest of the bundle in `folder`; return the folder."""
     path = folder / "bundle.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return folder
@@ -64,7 +63,6 @@ def test_a_model_accepts_exactly_its_listed_methods(name: str, expected: str, tm
     BUNDLES[name](tmp_path / "tiny")
 
     async def list_methods() -> tuple[list[str], list[str]]:
-        """Return the methods that the server lists, and the methods that the service accepts."""
         pipeline = AsyncPipeline(Pipeline.from_bundle(tmp_path / "tiny", threads=1))
         accepted_methods = []
         for method in METHODS:

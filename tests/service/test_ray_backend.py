@@ -90,7 +90,6 @@ def collect_updates(replica_handle: FakeReplicaHandle, **options: Any) -> list[A
 
 
 def decode_pixels(completion: Completion) -> list[bytes]:
-    """Return the pixel bytes of each image of a completed request."""
     return [Image.open(io.BytesIO(file)).tobytes() for file in completion.encoded_files]
 
 

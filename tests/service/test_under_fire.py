@@ -100,7 +100,6 @@ class RandomClients:
             self.check_images(json.loads(content), method, prompt, seed, body_fields["n"])
 
     def check_images(self, response: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
-        """Check that the images of a response are equal to the images of the pipeline."""
         files = [image_data["b64_json"] for image_data in response.get("data", [response])]
         assert len(files) == count
         for i, file in enumerate(files):

@@ -18,17 +18,13 @@ import numpy as np
 import pytest
 from idle_service import wait_until_idle
 from PIL import Image
+from same_results import are_same_results
 
-from lantern_rt import Pipeline, RequestError, Result
+from lantern_rt import Pipeline, RequestError
 from lantern_rt.asynchronous import AsyncPipeline
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
 METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5"]
-
-
-def are_same_results(first: Result, second: Result) -> bool:
-    pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
-    return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 
 
 def run_in_new_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -165,7 +161,6 @@ def test_a_service_survives_the_end_of_an_event_loop(
 
 
 def make_png(side: int) -> bytes:
-    """Return a PNG file of `side` x `side` black pixels."""
     buffer = io.BytesIO()
     Image.new("RGB", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()

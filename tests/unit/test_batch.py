@@ -79,8 +79,6 @@ def generate_alone(request: TimedRequest, method: MethodConfig) -> list[int]:
 
 
 class BatchQueue:
-    """A batch, and the sequences that wait to join the batch."""
-
     def __init__(self, model: ToyModel, max_rows: int = UNLIMITED, max_images: int = UNLIMITED) -> None:
         self.batch = Batch(model)
         self.max_rows = max_rows
@@ -210,8 +208,6 @@ def test_images_join_a_full_batch_when_half_of_it_is_idle() -> None:
 
 
 class SampledByDevice(DeviceLogits):
-    """Logits in host memory with the interface of logits on a device."""
-
     def __init__(self, logits: Floats) -> None:
         self.logits = logits
 

@@ -66,7 +66,6 @@ class CheckedCache:
         self.check_entries()
 
     def check_entries(self) -> None:
-        """Check that the column map names the column of every committed node."""
         assert self.cache.lengths.tolist() == [len(entries) for entries in self.entries]
         for row, entries in enumerate(self.entries):
             assert self.numbers[row, self.cache.column_of[row, : len(entries)]].tolist() == entries
@@ -112,7 +111,6 @@ def test_graph_inputs_encode_the_mask_after_any_operations(data: st.DataObject) 
 
 
 def run_random_pass(model: CheckedCache, rng: np.random.Generator) -> None:
-    """Run a pass with a random mask, and commit some of its nodes in every row."""
     rows = len(model.entries)
     nodes = int(rng.integers(1, MAX_NODES))
     longest = max(map(len, model.entries))

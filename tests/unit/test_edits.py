@@ -48,12 +48,10 @@ def encode_image(image: Image.Image, file_format: str = "PNG", **options: Any) -
 
 
 def make_edit(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> ImageEdit:
-    """Prepare an edit at the default size of the bundle."""
     return prepare_edit(manifest, manifest.size(), read_image("image", image), mask, keep_rows)
 
 
 def make_decompression_bomb(side: int) -> bytes:
-    """Return a PNG of a few bytes whose header declares many pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 1000)
     file = b"\x89PNG\r\n\x1a\n"

@@ -11,7 +11,6 @@ from lantern_rt.compare.statistics import Floats, compute_frechet_distance, esti
 
 
 def compute_distance(first: Floats, second: Floats) -> float:
-    """Return the Frechet distance of two sets of features, `[images, features]`."""
     return compute_frechet_distance(fit_gaussian(first), fit_gaussian(second))
 
 

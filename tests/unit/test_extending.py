@@ -146,7 +146,6 @@ assert run_program([*command, "red cube", "--place=a purple one", "--output=c.pn
 
 
 def run_cell() -> dict[str, Any]:
-    """Run the cell as a notebook does, and return its names."""
     names: dict[str, Any] = {"__name__": "notebook"}
     exec(compile(CELL, "cell", "exec", dont_inherit=True), names)
     return names

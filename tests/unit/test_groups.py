@@ -56,8 +56,6 @@ class GroupTarget(AnyOrderTarget):
 
 
 class TargetWithRoundingErrors(GroupTarget):
-    """Target whose logits change a little with the shape of a pass."""
-
     def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         noise = np.random.default_rng([*batch.positions.shape, int(cache.lengths.sum())])
@@ -238,8 +236,6 @@ def test_groups_preserve_the_tokens_of_an_edit_in_every_order(
 
 
 class TargetWithNan(GroupTarget):
-    """Target whose logits are NaN for the second cell of each pass."""
-
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[:, 1::2] = np.nan

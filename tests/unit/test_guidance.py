@@ -32,7 +32,6 @@ def make_toy_model() -> ToyModel:
 
 
 def list_rows_of_passes(engine: object) -> list[int]:
-    """Return the number of batch rows of every forward pass of the target."""
     assert isinstance(engine, ToyTarget)
     return [rows for rows, _ in engine.passes]
 

@@ -111,7 +111,6 @@ HYPERTHREADS = {SIBLINGS.format(n): f"{n % 2},{n % 2 + 2}" for n in range(4)}
 
 
 def make_cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
-    """Return the files of a CPU quota in a control group of version 1."""
     return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
 
 
@@ -208,8 +207,6 @@ def test_a_limit_on_address_space_limits_the_memory(monkeypatch: pytest.MonkeyPa
 
 
 class FakeDriver:
-    """Stand-in for the CUDA driver of a host with an NVIDIA L4."""
-
     def __init__(self) -> None:
         self.failing = ""
 

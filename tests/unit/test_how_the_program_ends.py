@@ -30,7 +30,6 @@ PROGRAM = f"{sys.executable} -m lantern_rt"
 
 
 def run_shell_command(line: str, folder: Path) -> tuple[int, str, str]:
-    """Run a shell command, and return exit code, stdout and stderr."""
     line = line.replace("lantern-rt", PROGRAM).replace("BUNDLE", str(folder))
     process = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     return process.returncode, process.stdout, process.stderr

@@ -38,7 +38,6 @@ def write_tokenizer(path: Path) -> None:
 
 
 def load_agreement(graph: Path) -> PromptAgreementModel:
-    """Load a graph that measures prompt agreement, with the tokenizer in the same folder."""
     return PromptAgreementModel(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 

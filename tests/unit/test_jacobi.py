@@ -193,8 +193,6 @@ def test_the_tvd_of_relaxed_images_is_within_the_realised_tvd(
 
 
 class RepeatingTarget(ToyTarget):
-    """Target that almost always repeats the previous token."""
-
     def run(self, batch: Any, cache: Any) -> Any:
         output = super().run(batch, cache)
         if batch.tokens is not None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from same_results import are_same_results, have_same_codes
 
-from lantern_rt import Pipeline, Result, memory
+from lantern_rt import Pipeline, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
@@ -45,11 +46,6 @@ def limit_batches(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: i
     monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
 
 
-def are_same_results(first: Result, second: Result) -> bool:
-    pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
-    return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_splitting_into_batches_does_not_change_the_images(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, cache_rows: list[int]
@@ -84,12 +80,12 @@ def test_a_stream_of_many_images_yields_all_tokens(
         assert (step.done > done, step.total) == (True, 5 * 36)
         done = step.done
         streamed_codes = [np.append(*pair) for pair in zip(streamed_codes, step.new_codes, strict=True)]
-        assert all(np.array_equal(*pair) for pair in zip(streamed_codes, step.codes, strict=True))
+        assert have_same_codes(streamed_codes, step.codes)
         assert all(len(step.new_codes[part.sequence]) for part in step.parts)
         assert step.image(4).size == step.image(0).size
         trace.add_step(step)
     assert len({part.image_index for part in trace.trace_steps}) == 5
-    assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
+    assert have_same_codes(streamed_codes, pipe("red cube", num_images=5).codes)
 
 
 def test_a_short_prompt_needs_less_memory_than_a_long_one(words_bundle: Path) -> None:

@@ -22,14 +22,12 @@ from lantern_rt.requests import resolve_settings
 
 
 def make_figure(low: float, high: float) -> dict[str, Any]:
-    """Return a figure of a report: the difference to method ar with the bounds of its confidence interval."""
     return {"difference_to_ar": {"value": (low + high) / 2, "low": low, "high": high}}
 
 
 def make_relaxed_entry(
     method: str, speed: float, excess: tuple[float, float], agreement: tuple[float, float] | None = None
 ) -> Any:
-    """Return the entry of a relaxed method in a report of `lantern-rt eval`."""
     figures = {"excess_nll": make_figure(*excess)}
     if agreement is not None:
         figures["agreement"] = make_figure(*agreement)
@@ -43,7 +41,6 @@ def make_exact_entry(method: str, seconds: float) -> Any:
 
 
 def choose_methods(folder: Path, *entries: Any) -> dict[str, str]:
-    """Return the name of the method that is chosen for each quality, from a report with these entries."""
     report = {"methods": [make_exact_entry("ar", 1.0), *entries], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(folder).manifest)
     return {quality: str(preset.method).split(":")[0] for quality, preset in presets.items()}

@@ -48,8 +48,6 @@ def make_mock_session(*active: str, **nodes: list[str]) -> Any:
 
 
 class MockOnnxRuntime:
-    """Mock of the module `onnxruntime` that records registered plugins."""
-
     __version__ = "1.31.1"
 
     def __init__(self, *providers: str, devices: tuple[str, ...] = ()) -> None:

@@ -234,7 +234,6 @@ def test_a_record_is_read_beside_other_chunks(bundle: Bundle, tmp_path: Path) ->
 
 
 def split_png(data: bytes) -> list[bytes]:
-    """Return the chunks of a PNG, each as bytes with length, type, data and checksum."""
     chunks = []
     start = 8
     while start < len(data):

@@ -24,8 +24,6 @@ LOGITS = arrays(np.float32, st.integers(1, 12), elements=st.floats(-8, 8, width=
 
 
 class ConstantGenerator:
-    """A random generator that always returns the same number, and counts its calls."""
-
     def __init__(self, number: float) -> None:
         self.number = number
         self.calls = 0

@@ -124,8 +124,6 @@ def test_one_call_for_many_images_chooses_the_same_tokens(count: int, num_in_one
     separate_rows: list[int] = []
 
     class CountedLayout(PassLayout):
-        """Layout that records the rows whose logits are read separately."""
-
         def logits(self, logits: Any, rows: slice, nodes: Any) -> Logits:
             separate_rows.append(rows.start)
             return super().logits(logits, rows, nodes)
