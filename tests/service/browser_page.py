@@ -27,7 +27,6 @@ MAX_HISTORY_IMAGES = 24  # images that the page keeps in its history
 
 
 def open_browser() -> Iterator[Browser]:
-    """Yield a Chromium browser with a new, empty profile."""
     with playwright.sync_playwright() as programs:
         browser = programs.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS.split())
         yield browser
@@ -62,7 +61,6 @@ def generate_on_page(page: Page, method: str = "strict", compared_method: str = 
 
 
 def download_image(page: Page, number: int = 0) -> bytes:
-    """Return the bytes of the file that button Save of image `number` downloads."""
     with page.expect_download() as download:
         page.click(f".save >> nth={number}")
     return download.value.path().read_bytes()

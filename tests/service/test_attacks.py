@@ -20,7 +20,6 @@ IMAGE_FIELD_HEAD = format_form({"image": b"none"}).partition(b"none")[0]  # the 
 
 
 def encode_blank_image(mode: str) -> bytes:
-    """Return a PNG file of 4096 x 4096 black pixels in the Pillow mode `mode`."""
     buffer = io.BytesIO()
     Image.new(mode, (4096, 4096)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -61,7 +60,6 @@ def open_clients(server: RunningServer, count: int, content: bytes) -> Iterator[
 
 
 def measure_memory(server: RunningServer) -> float:
-    """Return the resident memory of the server process in MiB."""
     status = Path(f"/proc/{server.process.pid}/status").read_text("utf-8")
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 

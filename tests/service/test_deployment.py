@@ -97,10 +97,9 @@ def test_all_deployment_files_use_the_same_server_port() -> None:
     assert config["targets"] == [f"lantern-rt:{port}"]
     assert 'job="lantern-rt"' in " ".join(list_expressions())
     assert job["job_name"] == "lantern-rt"
-    assert [mapping.split(":")[-1] for service in SERVICES.values() for mapping in service["ports"]] == [
-        port, "9090", "3000",
-    ]  # fmt: skip
-    assert all(mapping.startswith("127.0.0.1:") for service in SERVICES.values() for mapping in service["ports"])
+    mappings = [mapping for service in SERVICES.values() for mapping in service["ports"]]
+    assert [mapping.split(":")[-1] for mapping in mappings] == [port, "9090", "3000"]
+    assert all(mapping.startswith("127.0.0.1:") for mapping in mappings)
 
 
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text("utf-8")))
@@ -162,7 +161,6 @@ def test_the_stop_timeout_of_each_deployment_exceeds_the_request_deadline_by_10_
 
 
 def run_health_check(port: int) -> int:
-    """Run the health check command of the Dockerfile for a server at `port`; return the command's exit code."""
     command = json.loads(read_dockerfile_arguments("HEALTHCHECK")[0].partition("CMD ")[2])
     assert command[0] == "python"
     code = command[2].replace(":8000/", f":{port}/")
@@ -185,14 +183,8 @@ def test_the_docker_build_sends_only_the_wheel_sources_and_runs_as_an_unprivileg
     ignore_lines = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").split()
     included_files = {line[1:] for line in ignore_lines if line[0] == "!"}
     folders = {folder.split("/")[0] for folder in project["tool"]["setuptools"]["package-dir"].values()}
-    assert included_files == folders | {
-        "pyproject.toml",
-        "setup.py",
-        "constraints.txt",
-        "LICENSE",
-        "NOTICE",
-        "README.md",
-    }
+    other_files = {"pyproject.toml", "setup.py", "constraints.txt", "LICENSE", "NOTICE", "README.md"}
+    assert included_files == folders | other_files
     assert all((ROOT / name).exists() for name in included_files)
     install_wheel, add_user = read_dockerfile_arguments("RUN")[:2]
     extra_lists = re.findall(r"EXTRAS=([a-z,]+)", (DEPLOY / "Dockerfile").read_text("utf-8"))
@@ -204,9 +196,7 @@ def test_the_docker_build_sends_only_the_wheel_sources_and_runs_as_an_unprivileg
     assert read_dockerfile_arguments("USER") == [user_arguments[user_arguments.index("--uid") + 1]]
 
 
-def test_the_kubernetes_manifests_are_valid_and_match_the_server(
-    metrics: dict[str, set[str]], tiny_server: RunningServer
-) -> None:
+def test_the_kubernetes_manifests_are_valid_and_match_the_server(metrics: Any, tiny_server: RunningServer) -> None:
     deployment, service, scaler, budget = MANIFESTS
     (container,) = POD["containers"]
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()

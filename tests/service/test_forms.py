@@ -33,14 +33,12 @@ def parse_form(body: bytes, content_type: str = FORM, sizes: tuple[int, ...] = (
     return parser.parse_request()
 
 
-boundary_like_bytes = st.lists(
-    st.sampled_from([b"\r\n", b"--", b"-", b"x", b"\r", b"\n", b"\0", b"\r\n-", b"\r\n--"]), max_size=30
-)
+boundary_parts = st.sampled_from([b"\r\n", b"--", b"-", b"x", b"\r", b"\n", b"\0", b"\r\n-", b"\r\n--"])
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.builds(b"".join, boundary_like_bytes),
+    st.builds(b"".join, st.lists(boundary_parts, max_size=30)),
     st.none() | st.binary(max_size=200),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=50),
     st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple),
@@ -126,34 +124,22 @@ def test_hostile_forms_do_not_delay_other_requests_or_the_shutdown(
 
 # ---------------------------------------------------------------- random bodies
 
-field_names = st.sampled_from(
-    [b"image", b"image[]", b"mask", b"prompt", b"n", b"seed", b"stream", b"keep_rows", b"", b"\xff"]
-)
-field_values = st.binary(max_size=80) | st.sampled_from(
-    [b"1", b"red cube", b"true", b"\x89PNG\r\n\x1a\n", b"a" * 70_000]
-)
-headers = st.sampled_from(
-    [
-        b"content-type: image/png",
-        b"content-transfer-encoding: base64",
-        b"content-transfer-encoding: quoted-printable",
-        b"content-transfer-encoding: nonsense",
-        b"a" * 5000 + b": b",
-        b"no header",
-        b": empty",
-        b"a:\0",
-    ]
-)
+NAMES = [b"image", b"image[]", b"mask", b"prompt", b"n", b"seed", b"stream", b"keep_rows", b"", b"\xff"]
+ENCODINGS = [b"content-transfer-encoding: " + name for name in (b"base64", b"quoted-printable", b"nonsense")]
+HEADERS = [b"content-type: image/png", *ENCODINGS, b"a" * 5000 + b": b", b"no header", b": empty", b"a:\0"]
+field_values = st.sampled_from([b"1", b"red cube", b"true", b"\x89PNG\r\n\x1a\n", b"a" * 70_000])
+
+
+def format_field(name: bytes, value: bytes, headers: list[bytes]) -> bytes:
+    head = [b"--x", b'content-disposition: form-data; name="%s"' % name, *headers]
+    return b"\r\n".join([*head, b"", value, b""])
+
+
 form_fields = st.builds(
-    lambda name, value, headers: (
-        b"\r\n".join([b"--x", b'content-disposition: form-data; name="%s"' % name, *headers])
-        + b"\r\n\r\n"
-        + value
-        + b"\r\n"
-    ),
-    field_names,
-    field_values,
-    st.lists(headers, max_size=3),
+    format_field,
+    st.sampled_from(NAMES),
+    st.binary(max_size=80) | field_values,
+    st.lists(st.sampled_from(HEADERS), max_size=3),
 )
 well_formed_bodies = st.builds(lambda fields: b"".join(fields) + b"--x--\r\n", st.lists(form_fields, max_size=8))
 mutated_bodies = st.builds(
@@ -163,9 +149,8 @@ mutated_bodies = st.builds(
     st.integers(1, 4),
 )
 bodies = well_formed_bodies | mutated_bodies | st.binary(max_size=300)
-content_types = st.sampled_from(
-    [FORM, FORM, FORM, 'multipart/form-data; boundary="x"', "multipart/form-data", "text/plain"]
-)
+OTHER_TYPES = ['multipart/form-data; boundary="x"', "multipart/form-data", "text/plain"]
+content_types = st.sampled_from([FORM, FORM, FORM, *OTHER_TYPES])
 
 
 def mutate_body(body: bytearray, rng: random.Random, count: int) -> bytearray:

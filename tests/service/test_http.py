@@ -287,7 +287,6 @@ def test_the_memory_of_a_rejected_body_is_released(operation: str, num_pieces: i
     first_piece = format_form({"image": b"none"}).partition(b"none")[0] if operation == "edits" else b"{"
 
     async def send_pieces() -> int:
-        """Send pieces of one MiB to the endpoint; return the status of the response."""
         bodies = (bytes(1 << 20) if i else first_piece for i in range(num_pieces + 1))
         statuses = []
 
@@ -390,7 +389,6 @@ def test_health_checks_fail_while_decoding_fails_and_then_recover(
     tiny_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def probe_statuses() -> list[list[int]]:
-        """Return the statuses of /readyz and /livez before, during and after failures of decoding."""
         pipeline = AsyncPipeline(tiny_pipe)
         state = ServerState(ServerLimits())
         state.backends = {"tiny": LocalBackend(pipeline)}

@@ -34,7 +34,6 @@ BUNDLES: dict[str, Any] = {
 
 
 def change_manifest(folder: Path, **fields: Any) -> Path:
-    """Replace fields in the manifest of the bundle in `folder`; return the folder."""
     path = folder / "bundle.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return folder
@@ -49,24 +48,21 @@ def add_heads(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("tree drafter", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
-        ("heads", ["ar", "eagle", "sjd", "rows"]),
-        ("no drafter", ["ar", "sjd", "rows"]),
-        ("groups", ["ar", "groups"]),
-        ("both drafters", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
-        ("neighbours alone", ["ar", "sjd", "rows"]),
-        ("drafter alone", ["ar", "eagle", "sjd", "rows"]),
-        ("heads and neighbours", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
+        ("tree drafter", "ar eagle lantern lantern++ sjd rows"),
+        ("heads", "ar eagle sjd rows"),
+        ("no drafter", "ar sjd rows"),
+        ("groups", "ar groups"),
+        ("both drafters", "ar eagle lantern lantern++ sjd rows"),
+        ("neighbours alone", "ar sjd rows"),
+        ("drafter alone", "ar eagle sjd rows"),
+        ("heads and neighbours", "ar eagle lantern lantern++ sjd rows"),
     ],
 )
-def test_the_listed_methods_of_a_model_are_exactly_the_accepted_methods(
-    name: str, expected: list[str], tmp_path: Path
-) -> None:
+def test_a_model_accepts_exactly_its_listed_methods(name: str, expected: str, tmp_path: Path) -> None:
     condition: Any = {"class_ids": 1} if name == "groups" else {"prompts": "red cube"}
     BUNDLES[name](tmp_path / "tiny")
 
     async def list_methods() -> tuple[list[str], list[str]]:
-        """Return the methods that the server lists, and the methods that the service accepts."""
         pipeline = AsyncPipeline(Pipeline.from_bundle(tmp_path / "tiny", threads=1))
         accepted_methods = []
         for method in METHODS:
@@ -79,7 +75,7 @@ def test_the_listed_methods_of_a_model_are_exactly_the_accepted_methods(
         await pipeline.close(drain=False)
         return listed_methods, accepted_methods
 
-    assert asyncio.run(list_methods()) == (expected, expected)
+    assert asyncio.run(list_methods()) == (expected.split(), expected.split())
 
 
 def test_a_quality_preset_with_too_many_nodes_for_a_batched_forward_pass_is_not_listed(tmp_path: Path) -> None:
@@ -111,16 +107,14 @@ def renamed_models_server(start_server: Callable[..., RunningServer], tiny_folde
 
 def test_models_have_the_names_and_aliases_of_the_command_line(renamed_models_server: RunningServer) -> None:
     models = renamed_models_server.get("/v1/models")[1]["data"]
-    assert [(model["id"], model["root"]) for model in models] == [
-        ("tiny", "tiny"), ("other", "other"), ("gpt-image-1", "other"),
-    ]  # fmt: skip
+    roots = {"tiny": "tiny", "other": "other", "gpt-image-1": "other"}
+    assert [(model["id"], model["root"]) for model in models] == [*roots.items()]
     for name, root in (("other", "other"), ("gpt-image-1", "other"), (None, "tiny")):
         status, response = renamed_models_server.post({"prompt": "red cube", "model": name})
         assert (status, response["lantern"]["model"]) == (200, root)
     assert renamed_models_server.post({"prompt": "red cube", "model": "tiny-2"})[0] == 404
-    wait_until(
-        lambda: [line["model"] for line in renamed_models_server.read_request_log()] == ["other", "other", "tiny", ""]
-    )
+    read_log = renamed_models_server.read_request_log
+    wait_until(lambda: [line["model"] for line in read_log()] == ["other", "other", "tiny", ""])
 
 
 def test_models_readyz_metrics_and_log_report_the_version_and_the_bundle_digest(
@@ -138,14 +132,8 @@ def test_models_readyz_metrics_and_log_report_the_version_and_the_bundle_digest(
         "sjd": "window=8",
         "rows": "window=6:drafts=0",
     }
-    identity_facts = {name: facts[name] for name in ("version", "bundle", "digest", "format_version")}
-    format_version = bundle.manifest.format_version
-    assert identity_facts == {
-        "version": __version__,
-        "bundle": "tiny",
-        "digest": bundle.digest,
-        "format_version": format_version,
-    }
+    expected_facts = {"version": __version__, "bundle": "tiny", "digest": bundle.digest}
+    assert facts.items() >= (expected_facts | {"format_version": bundle.manifest.format_version}).items()
     assert renamed_models_server.get("/readyz") == (200, {"status": "ready", **identity})
     for name, digest in digests.items():
         labels = {"model": name, "bundle": name, "digest": digest, "version": __version__}

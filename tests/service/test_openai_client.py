@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from running_server import RunningServer, wait_until
+from running_server import EDITS, RunningServer, wait_until
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.output.formats import IMAGE_FORMATS, PNG
@@ -75,12 +75,9 @@ def test_each_quality_generates_the_image_of_the_matching_preset(
         named_response = scenes_client.images.generate(prompt=PROMPT, quality=quality, extra_body={"seed": 2})
         assert openai_response.quality == named_response.quality == openai_quality
         assert named_response.data[0].b64_json == response.data[0].b64_json
-        assert (
-            decode_pixels(decode_file(openai_response.data[0])).tobytes()
-            == decode_pixels(decode_file(response.data[0])).tobytes()
-        )
-        expected = scenes_pipe(PROMPT, seed=2, quality=quality).images[0]
-        assert decode_pixels(decode_file(response.data[0])).tobytes() == np.asarray(expected).tobytes()
+        expected = np.asarray(scenes_pipe(PROMPT, seed=2, quality=quality).images[0])
+        for each in (response, openai_response):
+            np.testing.assert_array_equal(decode_pixels(decode_file(each.data[0])), expected)
         assert response.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
 
 
@@ -88,9 +85,8 @@ def test_four_images_of_one_request_have_consecutive_seeds(tiny_client: openai.O
     options = {"seed": 7, "negative_prompt": "green sphere"}
     response = tiny_client.images.generate(prompt="red cube", n=4, model="tiny", extra_body=options)
     expected = tiny_pipe("red cube", num_images=4, **options).images
-    assert [decode_pixels(decode_file(image)).tobytes() for image in response.data] == [
-        np.asarray(image).tobytes() for image in expected
-    ]
+    pixels = [decode_pixels(decode_file(image)).tobytes() for image in response.data]
+    assert pixels == [np.asarray(image).tobytes() for image in expected]
     assert response.model_extra["lantern"]["seeds"] == [7, 8, 9, 10]
     assert response.model_extra["lantern"]["tokens_per_forward_pass"] >= 1
 
@@ -278,9 +274,8 @@ def encode_array_as_png(array: Any) -> bytes:
     return PNG.encode_image(Image.fromarray(array))
 
 
-TRANSPARENT = encode_array_as_png(
-    np.dstack([np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)])
-)
+BLACK = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+TRANSPARENT = encode_array_as_png(np.dstack([BLACK, np.where(MASK, 0, 255).astype(np.uint8)]))
 
 
 @pytest.fixture(scope="module")
@@ -302,19 +297,15 @@ def test_an_edited_image_is_the_same_png_file_as_from_the_pipeline(
     num_regenerated = int(MASK[::CELL_SIZE, ::CELL_SIZE].sum())
     assert response.usage.output_tokens == num_regenerated
     assert response.usage.input_tokens_details.image_tokens == 256 - num_regenerated
-    np.testing.assert_array_equal(
-        decode_pixels(decode_file(response.data[0]))[:, 160:], np.asarray(original_image)[:, 160:]
-    )
+    pixels = decode_pixels(decode_file(response.data[0]))
+    np.testing.assert_array_equal(pixels[:, 160:], np.asarray(original_image)[:, 160:])
 
 
 def test_partial_images_of_an_edit_are_grey_only_in_the_masked_region(
     scenes_client: openai.OpenAI, original_image: Image.Image
 ) -> None:
-    fields: dict[str, Any] = {
-        "image": PNG.encode_image(attach_recipe(original_image, {})),
-        "mask": TRANSPARENT,
-        "prompt": CONE_PROMPT,
-    }
+    image = PNG.encode_image(attach_recipe(original_image, {}))
+    fields: dict[str, Any] = {"image": image, "mask": TRANSPARENT, "prompt": CONE_PROMPT}
     options = {"seed": 1, "method": "ar", "steps": True}
     *events, last_event = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
     partial_events = [event for event in events if event.type == "image_edit.partial_image"]
@@ -336,10 +327,10 @@ def test_a_variation_preserves_the_upper_rows_and_reads_the_prompt_from_the_png(
 ) -> None:
     image = PNG.encode_image(original_image)
     half_preserved = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
-    np.testing.assert_array_equal(
-        decode_pixels(decode_file(half_preserved.data[0]))[:112], np.asarray(original_image)[:112]
-    )
-    assert (decode_pixels(decode_file(half_preserved.data[0]))[128:144] != np.asarray(original_image)[128:144]).any()
+    original_pixels = np.asarray(original_image)
+    pixels = decode_pixels(decode_file(half_preserved.data[0]))
+    np.testing.assert_array_equal(pixels[:112], original_pixels[:112])
+    assert (pixels[128:144] != original_pixels[128:144]).any()
     options = {"keep_rows": 15, "prompt": CONE_PROMPT}
     mostly_preserved = scenes_client.images.create_variation(image=image, n=2, extra_body=options)
     first_pixels, second_pixels = (decode_pixels(decode_file(image_data)) for image_data in mostly_preserved.data)
@@ -382,6 +373,4 @@ def test_an_edit_request_that_is_not_a_valid_form_is_rejected(scenes_server: Run
         ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="image"\r\n\r\nhalf', 400),
         ("multipart/form-data; boundary=x", b"--x\r\n\r\n--x--", 400),
     ):
-        assert scenes_server.request("POST", "/v1/images/edits", body, {"content-type": content_type})[0] == status, (
-            body
-        )
+        assert scenes_server.request("POST", EDITS, body, {"content-type": content_type})[0] == status, body

@@ -121,7 +121,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 def decode_pixels(encoded_image: str) -> bytes:
-    """Return the pixel bytes of an image file in base64."""
     return Image.open(io.BytesIO(base64.b64decode(encoded_image))).tobytes()
 
 
@@ -147,7 +146,6 @@ def test_replicas_are_added_under_load_and_removed_when_idle(cluster: RayCluster
     stop_load = Event()
 
     def request_repeatedly(seed: int) -> int:
-        """Send requests until `stop_load` is set; return the highest status."""
         statuses = [0]
         while not stop_load.is_set():
             statuses.append(cluster.growing.post({"prompt": PROMPTS[0], "seed": seed, "method": "sjd"})[0])

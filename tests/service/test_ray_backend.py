@@ -90,7 +90,6 @@ def collect_updates(replica_handle: FakeReplicaHandle, **options: Any) -> list[A
 
 
 def decode_pixels(completion: Completion) -> list[bytes]:
-    """Return the pixel bytes of each image of a completed request."""
     return [Image.open(io.BytesIO(file)).tobytes() for file in completion.encoded_files]
 
 
@@ -109,9 +108,8 @@ def test_a_request_retried_on_other_replicas_gives_the_images_of_the_pipeline(
 def test_a_stream_that_restarts_on_another_replica_still_describes_every_code(
     replica: Replica, tiny_pipe: Pipeline
 ) -> None:
-    accepted, *events, completion = collect_updates(
-        FakeReplicaHandle(replica, 9), method="sjd:window=3", steps=True, partial_images=3
-    )
+    options = {"method": "sjd:window=3", "steps": True, "partial_images": 3}
+    accepted, *events, completion = collect_updates(FakeReplicaHandle(replica, 9), **options)
     kinds = ""
     for event in events:
         if event["type"] == "lantern.step":
@@ -144,10 +142,9 @@ def test_a_replica_returns_the_codes_of_the_pipeline_and_rejects_unsupported_req
     assert asyncio.run(complete(CodesRequest(**fields))).codes[0].tolist() == codes.tolist()
     with np.load(io.BytesIO(asyncio.run(complete(CodesFileRequest(**fields))).encoded_files[0])) as file:
         assert file["codes"].ravel().tolist() == codes.tolist()
+    request = TokenPromptRequest(input_ids=[1], grid_shapes=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields)
     with pytest.raises(HttpError) as caught:
-        asyncio.run(
-            complete(TokenPromptRequest(input_ids=[1], grid_shapes=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields))
-        )
+        asyncio.run(complete(request))
     assert (caught.value.status, caught.value.field) == (400, "image_data")
 
 

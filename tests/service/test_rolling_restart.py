@@ -80,14 +80,12 @@ def site(servers: list[RunningServer], tmp_path: Path) -> Iterator[NginxSite]:
 
 
 def request_stream(site: NginxSite, seed: int) -> tuple[int, str]:
-    """Send a request for a streamed image; return the status and the image in base64."""
     kind, last_event = site.stream({"prompt": "red cube", "seed": seed})[-1]
     assert kind == "image_generation.completed"
     return 200, last_event["b64_json"]
 
 
 def request_image(site: NginxSite, seed: int) -> tuple[int, str]:
-    """Send a request for an image; return the status, and the image in base64 or the error as JSON."""
     status, response = site.post({"prompt": "red cube", "seed": seed})
     return status, response["data"][0]["b64_json"] if status == 200 else json.dumps(response)
 

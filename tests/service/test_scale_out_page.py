@@ -34,7 +34,6 @@ def is_ready() -> bool:
 
 
 def has_home(process: psutil.Process, home: str) -> bool:
-    """Return whether the environment of a process has the variable HOME with the value `home`."""
     try:
         return process.environ().get("HOME") == home
     except psutil.Error:

@@ -28,7 +28,6 @@ def read_blocks(language: str, text: str = PAGE) -> list[str]:
 
 
 def read_names(text: str) -> list[str]:
-    """Return all strings in backquotes."""
     return re.findall(r"`([^`]*)`", text)
 
 

@@ -33,6 +33,9 @@ INVALID_BODIES = (
 )
 
 
+STATUSES = {"image": (200, 429), "stream": (200, 429), "invalid": (400, 413), "late": (200, 429, 504)}
+
+
 class RandomClients:
     """Concurrent clients that send random requests and compare the pixels of the responses with `expected`."""
 
@@ -56,11 +59,8 @@ class RandomClients:
         if kind == "image":
             body_fields["n"] = self.rng.choice((1, 1, 2))
         elif kind == "stream":
-            body_fields |= {
-                "stream": True,
-                "partial_images": self.rng.choice((0, 1, 3)),
-                "steps": self.rng.random() < 0.5,
-            }
+            body_fields |= {"stream": True, "partial_images": self.rng.choice((0, 1, 3))}
+            body_fields["steps"] = self.rng.random() < 0.5
         elif kind == "disconnect":
             body_fields |= {"n": 3} if self.rng.random() < 0.5 else {"stream": True, "steps": True}
         elif kind == "late":
@@ -90,9 +90,7 @@ class RandomClients:
         head_text, _, content = response.partition(b"\r\n\r\n")
         status = int(head_text.split()[1])
         self.outcomes[str(400 if status == 413 else status)] += 1
-        assert (
-            status in {"image": (200, 429), "stream": (200, 429), "invalid": (400, 413), "late": (200, 429, 504)}[kind]
-        )
+        assert status in STATUSES[kind]
         last_event = parse_events(content)[-1][1] if status == 200 and kind == "stream" else {}
         if "error" in last_event:  # requests of other clients took precedence in the queue
             assert last_event["error"]["code"] == "busy"
@@ -102,12 +100,7 @@ class RandomClients:
             self.check_images(json.loads(content), method, prompt, seed, body_fields["n"])
 
     def check_images(self, response: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
-        """Check that the images of a response are equal to the images of the pipeline."""
-        files = (
-            [image_data["b64_json"] for image_data in response["data"]]
-            if "data" in response
-            else [response["b64_json"]]
-        )
+        files = [image_data["b64_json"] for image_data in response.get("data", [response])]
         assert len(files) == count
         for i, file in enumerate(files):
             with Image.open(io.BytesIO(base64.b64decode(file))) as image:
@@ -162,9 +155,5 @@ def measure_memory(process_id: int) -> float:
 
 
 def wait_until_idle(server: RunningServer) -> None:
-    """Wait until no image is running or waiting."""
-    wait_until(
-        lambda: (
-            sum(server.read_metric(f"lantern_images_{state}", model="tiny") for state in ("running", "waiting")) == 0
-        )
-    )
+    for state in ("waiting", "running"):
+        wait_until(lambda state=state: server.read_metric(f"lantern_images_{state}", model="tiny") == 0)

@@ -67,7 +67,6 @@ def compute_step_distribution(
 
 
 def compute_tvd(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return the total variation distance (TVD) of two distributions."""
     return float(np.abs(a - b).sum() / 2)
 
 

@@ -38,7 +38,6 @@ class Resources:
 
     @classmethod
     def measure(cls, count: int) -> Resources:
-        """Return the current resources of this process, after a garbage collection."""
         gc.collect()
         process = psutil.Process()
         kilobytes = re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -106,7 +105,6 @@ def serve_requests(bundle: str) -> Iterator[int]:
 
 
 def main(work: str, bundle: str, last: int) -> None:
-    """Run a kind of work, and print about `SAMPLES` lines."""
     next_sample_count = 0
     for count in {"images": generate_images, "pipelines": open_pipelines, "service": serve_requests}[work](bundle):
         if count >= next_sample_count:

@@ -9,7 +9,6 @@ from lantern_rt.service import Service
 
 
 def wait_until_idle(service: Service) -> None:
-    """Wait until a service has no images, requests or running steps."""
     fields: dict[str, Any] = vars(service)
     deadline = time.monotonic() + 30  # seconds
     while (remaining := (service.num_images, fields["_requests"], service.num_running_images)) != (0, {}, 0):

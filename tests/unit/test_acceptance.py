@@ -65,9 +65,8 @@ def test_exact_acceptance_in_a_tree_keeps_the_joint_target(data: st.DataObject) 
     tokens = [0]
     for node in range(1, count):
         parent = data.draw(st.integers(0, node - 1))
-        unused_codes = [
-            code for code in range(size) if code not in [tokens[n] for n in range(1, node) if parents[n] == parent]
-        ]
+        used_codes = [tokens[n] for n in range(1, node) if parents[n] == parent]
+        unused_codes = [code for code in range(size) if code not in used_codes]
         if not unused_codes:
             break
         parents.append(parent)

@@ -18,17 +18,13 @@ import numpy as np
 import pytest
 from idle_service import wait_until_idle
 from PIL import Image
+from same_results import are_same_results
 
-from lantern_rt import Pipeline, RequestError, Result
+from lantern_rt import Pipeline, RequestError
 from lantern_rt.asynchronous import AsyncPipeline
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
 METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5"]
-
-
-def are_same_results(first: Result, second: Result) -> bool:
-    pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
-    return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 
 
 def run_in_new_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -78,9 +74,8 @@ def test_closing_does_not_wait_for_readers_of_a_stream(pipe: Pipeline) -> None:
 
 def test_after_a_timeout_a_new_request_is_accepted_at_once(pipe: Pipeline) -> None:
     async def main() -> None:
-        async with AsyncPipeline(
-            Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=1, max_queued_images=0
-        ) as pipeline:
+        own_pipe = Pipeline.from_bundle(pipe.bundle, threads=1)
+        async with AsyncPipeline(own_pipe, max_images_per_pass=1, max_queued_images=0) as pipeline:
             for timeout in (0.0005, 0.001, 0.002, 0.004, 0.008):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(pipeline.generate("red cube", num_images=1, method="ar"), timeout)
@@ -166,7 +161,6 @@ def test_a_service_survives_the_end_of_an_event_loop(
 
 
 def make_png(side: int) -> bytes:
-    """Return a PNG file of `side` x `side` black pixels."""
     buffer = io.BytesIO()
     Image.new("RGB", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -196,19 +190,16 @@ def test_edits_of_two_callers_alternate_and_delay_no_text_request(
         async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=2) as pipeline:
 
             async def edit(caller: str) -> None:
+                stream = pipeline.stream_updates("red cube", image=make_png(8), caller=caller)
                 with pytest.raises(RequestError) as caught:
-                    async with aclosing(
-                        pipeline.stream_updates("red cube", image=make_png(8), caller=caller)
-                    ) as updates:
+                    async with aclosing(stream) as updates:
                         await anext(updates)
                 order.append(f"{caller} {caught.value.field}")
 
             edits_of_busy_caller = [asyncio.create_task(edit("busy")) for _ in range(5)]
             await asyncio.to_thread(unpacking.wait, 60)
             edit_of_other_caller = asyncio.create_task(edit("other"))
-            assert (await pipeline.generate("red cube", method="ar")).images, (
-                "a request without an image does not wait for edits"
-            )
+            assert (await pipeline.generate("red cube", method="ar")).images, "a text request waits for edits"
             proceed.set()
             await asyncio.gather(edit_of_other_caller, *edits_of_busy_caller)
             assert order.index("other image") <= 1

@@ -25,18 +25,10 @@ from toy_engine import (
     make_plan,
     make_prompt,
 )
+from toy_methods import METHODS as TOY_METHODS
+from toy_methods import NEIGHBORS, VOCABULARY
 
-from lantern_rt.methods import (
-    Autoregressive,
-    Eagle,
-    Lantern,
-    LanternPlusPlus,
-    MethodConfig,
-    RowParallel,
-    Sampling,
-    SpeculativeJacobi,
-    TreeMethod,
-)
+from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, RowParallel, Sampling, SpeculativeJacobi, TreeMethod
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import UNLIMITED, select_next_sequences
 from lantern_rt.runtime.device import DeviceLogits, SamplingRequest
@@ -46,19 +38,8 @@ from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 from lantern_rt.runtime.sampling import find_top_codes
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
-VOCABULARY = 5
 CODES = 9
-NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
-METHODS: list[MethodConfig] = [
-    Autoregressive(),
-    Eagle(tree="chain-2"),
-    Eagle(tree="dynamic-8-3-3"),
-    Eagle(tree="tree-3-210-100"),
-    SpeculativeJacobi(window=4),
-    Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
-    LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
-    SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
-]
+METHODS = [*TOY_METHODS.values()]
 SAMPLINGS = [
     Sampling(),
     Sampling(cfg_scale=2.0, temperature=0.8, top_k=4),
@@ -84,32 +65,20 @@ class TimedRequest:
     prompt_id: int
     sampling: Sampling
     method: MethodConfig
-    join_step: int
-    cancel_step: int
+    join_step: int = 0
+    cancel_step: int = 0
 
 
-TIMED_REQUESTS = st.builds(
-    TimedRequest,
-    st.integers(0, 5),
-    st.sampled_from(SAMPLINGS),
-    st.sampled_from(METHODS),
-    st.integers(0, 12),
-    st.integers(3, 60),
-)
+SETTINGS = (st.sampled_from(SAMPLINGS), st.sampled_from(METHODS))
+TIMED_REQUESTS = st.builds(TimedRequest, st.integers(0, 5), *SETTINGS, st.integers(0, 12), st.integers(3, 60))
 
 
 def generate_alone(request: TimedRequest, method: MethodConfig) -> list[int]:
-    return collect_codes(
-        decode(
-            make_batch_model(), [make_padded_prompt(request.prompt_id)], [request.prompt_id], request.sampling, method
-        ),
-        1,
-    )[0]
+    prompts = [make_padded_prompt(request.prompt_id)]
+    return collect_codes(decode(make_batch_model(), prompts, [request.prompt_id], request.sampling, method), 1)[0]
 
 
 class BatchQueue:
-    """A batch, and the sequences that wait to join the batch."""
-
     def __init__(self, model: ToyModel, max_rows: int = UNLIMITED, max_images: int = UNLIMITED) -> None:
         self.batch = Batch(model)
         self.max_rows = max_rows
@@ -137,12 +106,8 @@ class BatchQueue:
 
 def add_request(queue: BatchQueue, number: int, request: TimedRequest) -> ImageSequence:
     plan = make_plan(make_batch_model().image, request.sampling, request.method)
-    sequence = ImageSequence(
-        number,
-        replace(plan, adaptive_window=bool(number % 2)),
-        make_padded_prompt(request.prompt_id),
-        request.prompt_id,
-    )
+    plan = replace(plan, adaptive_window=bool(number % 2))
+    sequence = ImageSequence(number, plan, make_padded_prompt(request.prompt_id), request.prompt_id)
     queue.waiting.append(sequence)
     return sequence
 
@@ -179,7 +144,7 @@ def test_tokens_do_not_depend_on_other_images_in_the_batch(requests: list[TimedR
 def test_images_wait_for_free_batch_rows_in_the_order_of_arrival() -> None:
     queue = BatchQueue(make_batch_model(), max_rows=4)
     sampling = SAMPLINGS[1]
-    sequences = [add_request(queue, i, TimedRequest(i, sampling, Autoregressive(), 0, 0)) for i in range(5)]
+    sequences = [add_request(queue, i, TimedRequest(i, sampling, Autoregressive())) for i in range(5)]
     finished_images: list[int] = []
     while queue.has_sequences:
         for sequence_step in queue.step():
@@ -187,7 +152,7 @@ def test_images_wait_for_free_batch_rows_in_the_order_of_arrival() -> None:
                 finished_images.append(sequence_step.sequence)
         assert len(queue.batch.active_sequences) <= 2
     assert finished_images == [0, 1, 2, 3, 4]
-    unguided, _ = (add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(2))
+    unguided, _ = (add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive())) for i in range(2))
     queue.step()
     assert len(queue.batch.active_sequences) == 2
     assert unguided.num_remaining_codes == CODES - 1
@@ -195,10 +160,10 @@ def test_images_wait_for_free_batch_rows_in_the_order_of_arrival() -> None:
 
 def test_an_image_joins_a_batch_that_is_running() -> None:
     queue = BatchQueue(make_batch_model())
-    first_image = add_request(queue, 0, TimedRequest(0, SAMPLINGS[0], Autoregressive(), 0, 0))
+    first_image = add_request(queue, 0, TimedRequest(0, SAMPLINGS[0], Autoregressive()))
     for _ in range(4):
         queue.step()
-    second_image = add_request(queue, 1, TimedRequest(1, SAMPLINGS[1], Autoregressive(), 0, 0))
+    second_image = add_request(queue, 1, TimedRequest(1, SAMPLINGS[1], Autoregressive()))
     assert [sequence_step.sequence for sequence_step in queue.step()] == [1]
     assert [sequence_step.sequence for sequence_step in queue.step()] == [0, 1]
     assert (len(first_image.codes), len(second_image.codes)) == (5, 2)
@@ -207,7 +172,7 @@ def test_an_image_joins_a_batch_that_is_running() -> None:
 def test_a_cancelled_image_frees_cache_and_drafter_state() -> None:
     engine = make_batch_model()
     queue = BatchQueue(engine)
-    requests = [TimedRequest(i, SAMPLINGS[1], Eagle(tree="chain-2"), 0, 0) for i in range(3)]
+    requests = [TimedRequest(i, SAMPLINGS[1], Eagle(tree="chain-2")) for i in range(3)]
     sequences = [add_request(queue, i, request) for i, request in enumerate(requests)]
     queue.cancel([sequences[2]])  # still waiting
     queue.step()
@@ -229,9 +194,9 @@ def test_a_cancelled_image_frees_cache_and_drafter_state() -> None:
 
 def test_images_join_a_full_batch_when_half_of_it_is_idle() -> None:
     queue = BatchQueue(make_batch_model(), max_images=4)
-    first_images = [add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4)]
+    first_images = [add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive())) for i in range(4)]
     queue.step()
-    next_images = [add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4, 9)]
+    next_images = [add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive())) for i in range(4, 9)]
     queue.cancel(first_images[:1])
     assert not queue.next_sequences
     queue.cancel(first_images[1:2])
@@ -243,8 +208,6 @@ def test_images_join_a_full_batch_when_half_of_it_is_idle() -> None:
 
 
 class SampledByDevice(DeviceLogits):
-    """Logits in host memory with the interface of logits on a device."""
-
     def __init__(self, logits: Floats) -> None:
         self.logits = logits
 
@@ -301,7 +264,7 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
     healthy = make_batch_model()
     engines = TargetWithNanRows(**vars(healthy.target)), DrafterWithNanRows(**vars(healthy.drafter))
     queue = BatchQueue(replace(healthy, target=engines[0], drafter=engines[1]))
-    sequences = [add_request(queue, i, TimedRequest(i, sampling, method, 0, 0)) for i in range(4)]
+    sequences = [add_request(queue, i, TimedRequest(i, sampling, method)) for i in range(4)]
     count = len(sequences[1].rows)
     batch_fields: dict[str, Any] = vars(queue.batch)
     step = 0
@@ -323,7 +286,7 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
     assert all("NaN" in str(sequence.error) for sequence in failed_sequences)
     for i, sequence in enumerate(sequences):
         if sequence not in failed_sequences:
-            assert sequence.codes == generate_alone(TimedRequest(i, sampling, method, 0, 0), method)
+            assert sequence.codes == generate_alone(TimedRequest(i, sampling, method), method)
     assert not batch_fields["_drafters"].drafters_with_sequences
     assert batch_fields["_cache"] is None
 

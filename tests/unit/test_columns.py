@@ -31,14 +31,11 @@ class CheckedCache:
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
         mask[:, :, : attends_to_entries.shape[2]] = attends_to_entries
         mask[:, :, past_length:] = attends_to_nodes
-        feeds = cache.encode_pass_inputs(
-            PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), compute_padded_node_count(nodes)
-        )
+        batch = PassInput(np.tile(np.arange(nodes), (rows, 1)), mask)
+        feeds = cache.encode_pass_inputs(batch, compute_padded_node_count(nodes))
         new_numbers = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
         self.next_number += rows * nodes
-        assert (np.sort(cache.column_of) == np.arange(cache.num_columns)).all(), (
-            "each row of `column_of` is a permutation of the columns"
-        )
+        assert (np.sort(cache.column_of) == np.arange(cache.num_columns)).all(), "a row is no permutation"
         spare = cache.num_columns - 1  # column that only padding nodes write
         write = feeds["write"][:, :, 0]
         assert write.shape == (rows, compute_padded_node_count(nodes), 3)
@@ -69,7 +66,6 @@ class CheckedCache:
         self.check_entries()
 
     def check_entries(self) -> None:
-        """Check that the column map names the column of every committed node."""
         assert self.cache.lengths.tolist() == [len(entries) for entries in self.entries]
         for row, entries in enumerate(self.entries):
             assert self.numbers[row, self.cache.column_of[row, : len(entries)]].tolist() == entries
@@ -115,7 +111,6 @@ def test_graph_inputs_encode_the_mask_after_any_operations(data: st.DataObject) 
 
 
 def run_random_pass(model: CheckedCache, rng: np.random.Generator) -> None:
-    """Run a pass with a random mask, and commit some of its nodes in every row."""
     rows = len(model.entries)
     nodes = int(rng.integers(1, MAX_NODES))
     longest = max(map(len, model.entries))

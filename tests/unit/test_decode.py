@@ -14,18 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, collect_codes, decode, make_model, make_prompt
+from toy_methods import METHODS, NEIGHBORS, STATIC_TREE, VOCABULARY
 
 from lantern_rt.errors import EngineError
-from lantern_rt.methods import (
-    Autoregressive,
-    DrafterName,
-    Eagle,
-    Lantern,
-    LanternPlusPlus,
-    MethodConfig,
-    Sampling,
-    SpeculativeJacobi,
-)
+from lantern_rt.methods import Autoregressive, DrafterName, Eagle, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime import eagle as drafting
 from lantern_rt.runtime import passes
 from lantern_rt.runtime.decode import DecodeStep
@@ -37,21 +29,7 @@ from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
 from lantern_rt.runtime.tree_names import parse_tree
 
-VOCABULARY = 5
 CODES = 9
-NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
-STATIC_TREE = "tree-3-210-100"
-METHODS = {
-    "ar": Autoregressive(),
-    "eagle, static": Eagle(tree=STATIC_TREE),
-    "eagle, chain": Eagle(tree="chain-2"),
-    "eagle, dynamic": Eagle(tree="dynamic-8-3-3"),
-    "lantern": Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
-    "lantern++": LanternPlusPlus(tree=STATIC_TREE, neighbors=3),
-    "lantern++, published": LanternPlusPlus(tree=STATIC_TREE, neighbors=3, residual="neighborhood"),
-    "sjd": SpeculativeJacobi(window=4),
-    "sjd, relaxed": SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
-}
 SAMPLINGS = {
     "sampling": Sampling(),
     "guided, top-k": Sampling(cfg_scale=2.0, temperature=0.8, top_k=4),

@@ -18,10 +18,8 @@ from lantern_rt.completion import parse_method, parse_method_config
 from lantern_rt.methods import Autoregressive, Sampling
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    *ROOT.glob("*.md"),
-    *(page for name in ("docs", "recipes", "benchmarks") for page in (ROOT / name).rglob("*.md")),
-]
+PAGES = [*ROOT.glob("*.md")]
+PAGES += [page for name in ("docs", "recipes", "benchmarks") for page in (ROOT / name).rglob("*.md")]
 METHODS_PAGE = (ROOT / "docs/methods.md").read_text("utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
@@ -44,11 +42,8 @@ def test_every_link_in_the_docs_has_a_target(page: Path) -> None:
 
 def test_files_that_the_docs_name_exist() -> None:
     folders = "lantern_rt|runtime|engines|export|train|tests|benchmarks|recipes|examples|deploy"
-    named = {
-        name
-        for page in PAGES
-        for name in re.findall(rf"\b(?:{folders})/[a-z0-9_/]+\.[a-z]+\b", page.read_text("utf-8"))
-    }
+    pattern = rf"\b(?:{folders})/[a-z0-9_/]+\.[a-z]+\b"
+    named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
@@ -147,9 +142,7 @@ def test_the_method_of_the_docs_gives_ars_tokens_in_fewer_passes() -> None:
     row_above = read_methods_program(1)["RowAbove"]()
     assert parse_method_config("row-above") == row_above
     model = make_model(3, 36, max_logit=3, columns=6)
-    plain, drafted = (
-        [*decode(model, [make_prompt(1), make_prompt(2)], [1, 2], Sampling(), method)]
-        for method in (Autoregressive(), row_above)
-    )
+    request = ([make_prompt(1), make_prompt(2)], [1, 2], Sampling())
+    plain, drafted = ([*decode(model, *request, method)] for method in (Autoregressive(), row_above))
     assert collect_codes(drafted, 2) == collect_codes(plain, 2)
     assert len(drafted) < len(plain) == 36

@@ -138,9 +138,8 @@ def test_opening_and_generating_are_logged_and_not_printed(
         pipe = Pipeline.from_bundle(words_bundle, threads=1)
         pipe("red cube", method="eagle")
         pipe("red cube")
-    open_line, eagle_line, default_line = (
-        record.getMessage() for record in caplog.records if record.name.startswith("lantern_rt")
-    )
+    records = [record for record in caplog.records if record.name.startswith("lantern_rt")]
+    open_line, eagle_line, default_line = (record.getMessage() for record in records)
     assert open_line == "opened bundle tiny on onnxruntime-cpu, threads: 1"
     assert eagle_line.startswith("eagle:tree=chain-3: 1 images, ")
     assert default_line.startswith("sjd:window=7: 1 images, ")

@@ -48,10 +48,8 @@ def test_a_files_embeddings_generate_the_images_of_pythons(program: Any, embeddi
 @pytest.mark.parametrize("kind", [np.float16, np.float64])
 def test_a_file_without_a_mask_and_with_any_float_is_valid(program: Any, embeddings_bundle: Path, kind: Any) -> None:
     np.savez("states.npz", embeddings=make_random_embeddings(1, 2)["embeddings"].astype(kind))
-    assert program("run", embeddings_bundle, "--embeddings", "states.npz", "--seed", 0)[:2] == (
-        0,
-        "states-0-seed0.png\n",
-    )
+    result = program("run", embeddings_bundle, "--embeddings", "states.npz", "--seed", 0)
+    assert result[:2] == (0, "states-0-seed0.png\n")
 
 
 ONE_PROMPT = np.zeros((1, 2, CAPTION))  # embeddings of one prompt of two tokens
@@ -75,9 +73,7 @@ ONE_PROMPT = np.zeros((1, 2, CAPTION))  # embeddings of one prompt of two tokens
         ({"embeddings": np.full_like(ONE_PROMPT, 1e300)}, "--embeddings: found NaN or infinity"),
     ],
 )
-def test_a_file_with_invalid_arrays_is_rejected(
-    program: Any, embeddings_bundle: Path, arrays: Any, reason: str
-) -> None:
+def test_invalid_arrays_of_a_file_are_rejected(program: Any, embeddings_bundle: Path, arrays: Any, reason: str) -> None:
     np.savez("states.npz", **arrays)
     code, out, err = program("run", embeddings_bundle, "--embeddings", "states.npz")
     assert (code, out, err.count("\n")) == (2, "", 1)

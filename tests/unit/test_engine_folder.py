@@ -65,9 +65,9 @@ def change_manifest(engines: Path, **fields: Any) -> None:
 
 
 def get_open_error(bundle: Path, engines: Path) -> EngineError:
-    return catch_error(
-        EngineError, lambda: open_engine_folder(engines).check_compatibility(open_bundle(bundle), BUILDER_VERSION)
-    )
+    with pytest.raises(EngineError) as caught:
+        open_engine_folder(engines).check_compatibility(open_bundle(bundle), BUILDER_VERSION)
+    return caught.value
 
 
 # ---------------------------------------------------------------- building
@@ -143,11 +143,8 @@ def test_an_invalid_engine_option_of_run_is_rejected(
 def test_a_build_replaces_engine_folders_only_with_force(bundle: Path, engines: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("chapter 1")
-    for output_path, force in (
-        (engines, False),
-        (tmp_path / "mine", True),
-        (tmp_path / "mine" / "thesis.txt" / "x", False),
-    ):
+    mine = tmp_path / "mine"
+    for output_path, force in ((engines, False), (mine, True), (mine / "thesis.txt" / "x", False)):
         with pytest.raises(OutputError):
             build_engines(open_bundle(bundle), "tiny", BUILD_OPTIONS, output_path, force, ignore_progress)
 
@@ -175,9 +172,8 @@ def test_profiles_cover_plain_decoding_and_draft_trees(bundle: Path) -> None:
         ("ar", (1, 2, 4), (2, 2, 2), (64, 64, 64)),
         ("tree", (1, 2, 4), (2, 8, 8), (64, 64, 64)),
     ]
-    assert [p.columns for p in shapes["drafter"]] == [
-        (64, 64, 128)
-    ] * 2  # draft nodes are cached until they are verified
+    # Draft nodes are cached until they are verified.
+    assert [p.columns for p in shapes["drafter"]] == [(64, 64, 128)] * 2
     assert [p.name for p in shapes["vq_decoder"]] == ["rows"]
 
 
@@ -207,9 +203,8 @@ def test_engines_of_another_bundle_or_builder_are_rejected(
     change_manifest(engines, **fields)
     error = get_open_error(bundle, engines)
     assert (error.field, error.found) == (str(engines), expected_found)
-    assert error.remedy == (
-        f"rebuild with `lantern-rt build-engine {bundle} --backend tensorrt-rtx --output {engines} --force`"
-    )
+    command = f"lantern-rt build-engine {bundle} --backend tensorrt-rtx --output {engines} --force"
+    assert error.remedy == f"rebuild with `{command}`"
 
 
 def test_an_altered_or_missing_engine_file_is_rejected(
@@ -289,15 +284,13 @@ def test_engines_of_another_host_are_rejected_before_loading(
     def get_load_error(gpu: Gpu | None, **options: Any) -> LanternError:
         monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: None)
         monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: gpu)
-        error = catch_error(LanternError, Pipeline.from_bundle, bundle, threads=1, engines=engines, **options)
-        return error
+        return catch_error(LanternError, Pipeline.from_bundle, bundle, threads=1, engines=engines, **options)
 
     assert get_load_error(None).expected == "a GPU of SM89"
     assert get_load_error(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"
     assert get_load_error(L4, provider="cuda").field == "provider"
-    change_manifest(
-        engines, gpu="NVIDIA GeForce RTX 4090"
-    )  # the same compute capability, but TensorRT selects other kernels
+    # A GPU of the same compute capability, but TensorRT selects other kernels.
+    change_manifest(engines, gpu="NVIDIA GeForce RTX 4090")
     assert get_load_error(L4).expected == "NVIDIA L4, the GPU of this host"
     change_manifest(engines, backend="abacus")
     assert get_load_error(L4).found == "'abacus'"

@@ -62,9 +62,8 @@ def read_report(folder: str = "eval-tiny") -> dict[str, Any]:
 
 def test_evaluated_images_depend_only_on_prompt_and_seed(pipeline: Pipeline) -> None:
     prompts = Prompts(Text, PROMPTS[:2])
-    _, images_by_method = evaluate_methods(
-        pipeline, prompts, 6, [AR_METHOD], ignore_progress, EncoderFeatureModel(pipeline.bundle, 1)
-    )
+    features = EncoderFeatureModel(pipeline.bundle, 1)
+    _, images_by_method = evaluate_methods(pipeline, prompts, 6, [AR_METHOD], ignore_progress, features)
     assert list(images_by_method) == ["ar", "ar, other seeds"]
     expected = [pipeline(PROMPTS[n // 6 % 2], seed=n, method="ar").images[0].tobytes() for n in range(24)]
     assert [image.tobytes() for images in images_by_method.values() for image in images] == expected
@@ -98,9 +97,8 @@ def test_agreement_is_measured_for_every_image_and_prompt(
         measured.extend((image.tobytes(), prompt) for image, prompt in zip(images, prompts, strict=True))
         return np.arange(len(images)) / 10.0
 
-    agreement_model = PromptAgreementModel(
-        make_agreement_graph(tmp_path / "g.onnx"), Preprocessing(), pipeline.bundle, 1
-    )
+    graph = make_agreement_graph(tmp_path / "g.onnx")
+    agreement_model = PromptAgreementModel(graph, Preprocessing(), pipeline.bundle, 1)
     monkeypatch.setattr(PromptAgreementModel, "__call__", record_images)
     methods = parse_methods(["rows", "sjd"], {}, pipeline.bundle)
     prompts = Prompts(Text, PROMPTS[:2])
@@ -191,9 +189,8 @@ def test_eval_reports_the_distance_to_real_images(run_eval: Any, pipeline: Pipel
     assert report["methods"][0]["figures"]["frechet"]["value"] == pytest.approx(expected)
     assert f"  {expected:.3f} +- " in out.splitlines()[2]
     assert max(map(len, out.splitlines())) <= 80
-    assert (
-        Path("eval-tiny/report.html").read_text().count("data:image/jpeg;base64,") == 4 * 2
-    )  # without a second set of seeds
+    # Four images of two methods, without a second set of seeds.
+    assert Path("eval-tiny/report.html").read_text().count("data:image/jpeg;base64,") == 8
 
 
 def test_without_a_vq_encoder_no_image_features_are_evaluated(run_eval: Any, tmp_path: Path) -> None:
@@ -201,17 +198,12 @@ def test_without_a_vq_encoder_no_image_features_are_evaluated(run_eval: Any, tmp
     assert run_eval("--count", "3", "--temperature", "0", bundle=bundle, prompts=False)[0] == 0
     report = read_report()
     assert report["prompts"] == ["class 0", "class 3", "class 6"]
-    assert [method["method"] for method in report["methods"]][:3] == [
-        "ar",
-        "sjd:window=7:lambda=1.5",
-        "sjd:window=7:lambda=2",
-    ]
+    methods = ["ar", "sjd:window=7:lambda=1.5", "sjd:window=7:lambda=2"]
+    assert [method["method"] for method in report["methods"]][:3] == methods
     figures = ["tokens_per_forward_pass", "tvd", "same_tokens", "excess_nll"]
     assert list(report["methods"][1]["figures"]) == figures
     assert any("no vq_encoder" in note for note in report["notes"])
-    assert any(
-        note.startswith("rows:window=2:drafts=1: TVD covers relaxed acceptance only") for note in report["notes"]
-    )
+    assert any("rows:window=2:drafts=1: TVD covers relaxed acceptance only" in note for note in report["notes"])
 
 
 def test_an_interrupted_evaluation_leaves_no_output_folder(
@@ -246,20 +238,16 @@ def test_an_interrupted_evaluation_leaves_no_output_folder(
         (["--write-presets", "--temperature", "0"], "temperature: presets need the bundle's sampling settings"),
     ],
 )
-def test_eval_rejects_invalid_input_with_one_line(
-    run_eval: Any, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    (tmp_path / "odd").mkdir()
+def test_eval_rejects_invalid_input(run_eval: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
+    for folder in ("odd", "pipes", "damaged"):
+        (tmp_path / folder).mkdir()
     for path in ("colour.onnx", "odd/colour.onnx"):
         make_feature_graph(tmp_path / path)
     (tmp_path / "odd/preprocessor_config.json").write_text("[]")
     make_agreement_graph(tmp_path / "short.onnx", length=3)
-    (tmp_path / "pipes").mkdir()
-    for name in ("a", "b"):
-        os.mkfifo(tmp_path / "pipes" / f"{name}.png")
-    (tmp_path / "damaged").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "damaged" / f"{name}.png").write_bytes(b"no image")
+    for name in ("a.png", "b.png"):
+        os.mkfifo(tmp_path / "pipes" / name)
+        (tmp_path / "damaged" / name).write_bytes(b"no image")
     (tmp_path / "long.txt").write_text("\n".join([*PROMPTS, "red cube beneath sand"]))
     code, out, err = run_eval(*arguments)
     assert (code, out) == (2, "")

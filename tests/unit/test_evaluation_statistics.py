@@ -11,7 +11,6 @@ from lantern_rt.compare.statistics import Floats, compute_frechet_distance, esti
 
 
 def compute_distance(first: Floats, second: Floats) -> float:
-    """Return the Frechet distance of two sets of features, `[images, features]`."""
     return compute_frechet_distance(fit_gaussian(first), fit_gaussian(second))
 
 
@@ -41,9 +40,8 @@ def test_the_frechet_distance_agrees_with_the_matrix_square_root(width: int) -> 
     first_covariance = np.cov(first_features.T)
     second_covariance = np.cov(second_features.T)
     shift = first_features.mean(0) - second_features.mean(0)
-    overlap = np.sqrt(
-        np.maximum(np.linalg.eigvals(first_covariance @ second_covariance).real, 0)
-    ).sum()  # trace of the square root
+    eigenvalues = np.linalg.eigvals(first_covariance @ second_covariance).real
+    overlap = np.sqrt(np.maximum(eigenvalues, 0)).sum()  # trace of the square root
     expected = shift @ shift + np.trace(first_covariance + second_covariance) - 2 * overlap
     assert compute_distance(first_features, second_features) == pytest.approx(expected, rel=1e-6)
 

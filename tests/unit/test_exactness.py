@@ -47,14 +47,12 @@ NEIGHBORS = np.array([[1, 2], [0, 2], [0, 1]])
 def generate_images(
     model: ToyModel, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000
 ) -> NDArray[np.int64]:
-    """Return the tokens of one image per seed, `[seeds, codes]`."""
     prompt = make_prompt(7, padding=1)
     codes = list[list[int]]()
     for start in range(0, len(seeds), batch):
         batch_seeds = seeds[start : start + batch]
-        codes += collect_codes(
-            decode(model, [prompt] * len(batch_seeds), batch_seeds, sampling, method), len(batch_seeds)
-        )
+        steps = decode(model, [prompt] * len(batch_seeds), batch_seeds, sampling, method)
+        codes += collect_codes(steps, len(batch_seeds))
     return np.array(codes, np.int64)
 
 
@@ -116,7 +114,6 @@ def make_toy_model(codes: int = 4) -> ToyModel:
 
 
 def compute_p_value_of_images(method: str, sampling: str, seeds: range) -> float:
-    """Return the p-value of the images of a method under the target's distribution."""
     codes = generate_images(make_toy_model(), SAMPLINGS[sampling], METHODS[method], seeds)
     return compute_p_value(
         count_images(codes),
@@ -163,9 +160,8 @@ def test_every_exact_method_generates_the_tokens_of_ar(
     top_p: float,
     min_p: float | None,
 ) -> None:
-    sampling = Sampling(
-        cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = Sampling(cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, **filters)
     model = make_model(9, 16, seed=table, agreement=agreement)
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]

@@ -120,7 +120,6 @@ def address(service: dict[str, Any], pipe: Pipeline) -> Iterator[str]:
 
 
 def fetch_response(url: str) -> tuple[int, bytes]:
-    """Return the HTTP status and the body of a GET request."""
     try:
         with urllib.request.urlopen(url) as response:
             return response.status, response.read()

@@ -53,17 +53,12 @@ def make_drafter(model, method, timer):
 FACTORY = DrafterFactory(make_drafter, lambda method, max_nodes: 1 + method.length)
 register_method(Repeat, FACTORY)
 """
+GAIN_FIELD = """\
+    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), SettableByRequest()] = None
+"""
 # Source text and replacement, by file. The replacements add the sampling setting `gain`.
 SOURCE_CHANGES = {
-    "lantern_rt/methods.py": [
-        (
-            "    top_k: Annotated",
-            """    gain: Annotated[
-        float | None, Field(gt=0, description="Factor of logits."), SettableByRequest()
-    ] = None
-    top_k: Annotated""",
-        ),
-    ],
+    "lantern_rt/methods.py": [("    top_k: Annotated", f"{GAIN_FIELD}    top_k: Annotated")],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
     "lantern_rt/runtime/sampler.py": [
         (
@@ -151,7 +146,6 @@ assert run_program([*command, "red cube", "--place=a purple one", "--output=c.pn
 
 
 def run_cell() -> dict[str, Any]:
-    """Run the cell as a notebook does, and return its names."""
     names: dict[str, Any] = {"__name__": "notebook"}
     exec(compile(CELL, "cell", "exec", dont_inherit=True), names)
     return names
@@ -262,11 +256,8 @@ def test_options_have_the_types_of_the_sampling_settings() -> None:
 
 
 def test_editors_and_notebooks_complete_the_options_of_a_call() -> None:
-    for function, options in (
-        (Pipeline.__call__, Options),
-        (Pipeline.stream, Options),
-        (Pipeline.edit, GenerationOptions),
-    ):
+    calls = ((Pipeline.__call__, Options), (Pipeline.stream, Options), (Pipeline.edit, GenerationOptions))
+    for function, options in calls:
         assert options.__annotations__.keys() <= inspect.signature(function).parameters.keys()
 
 
@@ -299,13 +290,9 @@ def run_with_changes(folder: Path, source_changes: dict[str, list[tuple[str, str
             text = (folder / name).read_text("utf-8") if (folder / name).exists() else ""
             assert text.count(old_text) == 1
             (folder / name).write_text(text.replace(old_text, new_text), "utf-8")
-    process = subprocess.run(
-        [sys.executable, "-c", program, str(bundle)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", program, str(bundle)]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return process.stderr
 

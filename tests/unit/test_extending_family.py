@@ -61,9 +61,8 @@ def test_a_toy_family_generates_the_images_of_llamagen(program: Any, toy_folder:
     assert program("export", "--family", "toy", "--target", target, "--vq", VQ, "--output", "toy")[0] == 0
     assert program("verify", "toy", target, VQ)[0] == 0
     assert program("run", "toy", "--class-id", 3, "--seed", 0, "--output", "toy.png")[0] == 0
-    assert (
-        program("run", c2i_bundle, "--class-id", 3, "--seed", 0, "--cfg-scale", 2, "--output", "llamagen.png")[0] == 0
-    )
+    options = ("--class-id", 3, "--seed", 0, "--cfg-scale", 2)
+    assert program("run", c2i_bundle, *options, "--output", "llamagen.png")[0] == 0
     with Image.open("toy.png") as image, Image.open("llamagen.png") as expected:
         assert ImageChops.difference(image, expected).getbbox() is None
 

@@ -44,9 +44,9 @@ class GroupTarget(AnyOrderTarget):
 
     def compute_logits(self, context: Hashes) -> NDArray[np.float32]:
         logits = super().compute_logits(context)
-        return (
-            np.concatenate([logits, super().compute_logits(context + np.uint64(11))], -1) if self.two_heads else logits
-        )
+        if not self.two_heads:
+            return logits
+        return np.concatenate([logits, super().compute_logits(context + np.uint64(11))], -1)
 
     def _compute_context_hashes(
         self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
@@ -56,17 +56,13 @@ class GroupTarget(AnyOrderTarget):
 
 
 class TargetWithRoundingErrors(GroupTarget):
-    """Target whose logits change a little with the shape of a pass."""
-
     def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         noise = np.random.default_rng([*batch.positions.shape, int(cache.lengths.sum())])
         return output._replace(logits=output.logits + noise.uniform(-0.01, 0.01, output.logits.shape).astype("f4"))
 
 
-def make_toy_model(
-    groups: CellGroups = REGIONS, target_type: type[GroupTarget] = GroupTarget, **fields: Any
-) -> ToyModel:
+def make_toy_model(groups: CellGroups = REGIONS, target_type: Any = GroupTarget, **fields: Any) -> ToyModel:
     two_heads = groups in (DIAGONALS, SQUARE)
     target = target_type(VOCABULARY, vectors=3, two_heads=two_heads)
     columns = 3 if groups == DIAGONALS else 2
@@ -126,9 +122,8 @@ def compute_group_distributions(
         for code in earlier_codes:
             cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
         guided = num_earlier_cells + i < sampling.count_guided_tokens(model.num_codes)
-        distributions.append(
-            compute_naive_distribution(uncond + (sampling.cfg_scale if guided else 1.0) * (cond - uncond), sampling)
-        )
+        scale = sampling.cfg_scale if guided else 1.0
+        distributions.append(compute_naive_distribution(uncond + scale * (cond - uncond), sampling))
     return distributions
 
 
@@ -232,20 +227,15 @@ def test_groups_preserve_the_tokens_of_an_edit_in_every_order(
     preserved_codes = preserved_codes[: model.num_codes]
 
     def choose_token(cell: int, p: NDArray) -> int:
-        return (
-            int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
-            if preserved_codes[cell] < 0
-            else int(preserved_codes[cell])
-        )
+        if preserved_codes[cell] >= 0:
+            return int(preserved_codes[cell])
+        return int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
 
-    assert generate_images(model, [replace(prompt, preserved_codes=preserved_codes)], [seed], GUIDED) == [
-        generate_reference_image(model, prompt, GUIDED, choose_token)
-    ]
+    expected = generate_reference_image(model, prompt, GUIDED, choose_token)
+    assert generate_images(model, [replace(prompt, preserved_codes=preserved_codes)], [seed], GUIDED) == [expected]
 
 
 class TargetWithNan(GroupTarget):
-    """Target whose logits are NaN for the second cell of each pass."""
-
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[:, 1::2] = np.nan

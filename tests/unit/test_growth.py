@@ -36,7 +36,6 @@ def compute_memory_slope(samples: list[Resources]) -> float:
 
 
 def check_other_resources(samples: list[Resources], temporary_files: int = 0) -> None:
-    """Check that open files, threads and objects do not grow."""
     descriptors = [sample.descriptors for sample in samples]
     assert max(descriptors) - min(descriptors) <= temporary_files
     assert max(sample.threads for sample in samples) <= samples[0].threads

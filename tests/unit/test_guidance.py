@@ -17,29 +17,14 @@ from toy_engine import (
     make_prompt,
     make_raster_layout,
 )
+from toy_methods import METHODS, NEIGHBORS
 
-from lantern_rt.methods import (
-    Autoregressive,
-    Eagle,
-    LanternPlusPlus,
-    MethodConfig,
-    Sampling,
-    SpeculativeJacobi,
-    TreeMethod,
-)
+from lantern_rt.methods import Autoregressive, MethodConfig, Sampling, SpeculativeJacobi, TreeMethod
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RasterLayout
 
 CODES = 24
-NEIGHBORS = np.array([[n for n in range(5) if n != code] for code in range(5)])
-METHODS: list[MethodConfig] = [
-    Autoregressive(),
-    SpeculativeJacobi(window=3),
-    Eagle(tree="chain-2"),
-    Eagle(tree="dynamic-8-3-3"),
-    LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
-]
-every_method = pytest.mark.parametrize("method", METHODS, ids=str)
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def make_toy_model() -> ToyModel:
@@ -47,7 +32,6 @@ def make_toy_model() -> ToyModel:
 
 
 def list_rows_of_passes(engine: object) -> list[int]:
-    """Return the number of batch rows of every forward pass of the target."""
     assert isinstance(engine, ToyTarget)
     return [rows for rows, _ in engine.passes]
 
@@ -101,11 +85,7 @@ def test_a_linear_guidance_schedule_ends_at_the_full_scale() -> None:
 
 @pytest.mark.parametrize("row_end", [None, 5])
 def test_the_guidance_scale_falls_token_by_token(row_end: int | None) -> None:
-    """Compare the scales with the rule of the published code, computed token by token.
-
-    Before token t, the scale is multiplied by 1 - 4 (t + 2) / n, where n is the number of codes. The scale stays at
-    least at the final scale. Row ends count as tokens.
-    """
+    """Compare with the published rule: before token t of n, row ends included, the scale falls by 1 - 4 (t + 2) / n."""
     layout = make_raster_layout(100, 10, row_end)
     scale = 6.0
     expected = []
@@ -113,10 +93,8 @@ def test_the_guidance_scale_falls_token_by_token(row_end: int | None) -> None:
         scale = max(2.0, scale * (1 - 4 * (token + 2) / 100))
         expected.append(scale)
     guidance = Guidance(Sampling(cfg_scale=6.0, cfg_final=2.0), layout)
-    codes = range(100)
-    np.testing.assert_allclose(
-        guidance.scales(codes), [expected[layout.find_token_position(code)] for code in codes], rtol=1e-6
-    )
+    expected_scales = [expected[layout.find_token_position(code)] for code in range(100)]
+    np.testing.assert_allclose(guidance.scales(range(100)), expected_scales, rtol=1e-6)
     assert guidance.scales([0])[0] > guidance.scales([1])[0] > 2.0
     low_guidance = Guidance(Sampling(cfg_scale=1.5, cfg_final=2.0), layout)
     assert low_guidance.scales([0, 99]).tolist() == [2.0, 2.0]

@@ -104,16 +104,13 @@ def test_an_invalid_number_of_threads_is_rejected(threads: int) -> None:
 
 
 CGROUP = "/sys/fs/cgroup"
-PROCESS_CGROUPS = {
-    "/proc/self/cgroup": "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d"
-}  # control groups that contain this process
-HYPERTHREADS = {
-    f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)
-}
+# Control groups that contain this process; it uses /d for memory only.
+PROCESS_CGROUPS = {"/proc/self/cgroup": "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d"}
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+HYPERTHREADS = {SIBLINGS.format(n): f"{n % 2},{n % 2 + 2}" for n in range(4)}
 
 
 def make_cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
-    """Return the files of a CPU quota in a control group of version 1."""
     return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
 
 
@@ -132,22 +129,13 @@ def make_cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
         (PROCESS_CGROUPS | {f"{CGROUP}/a/b/cpu.max": "300000 100000"}, 4, 4, "3 physical usable, quota 3"),
         (PROCESS_CGROUPS | {f"{CGROUP}/a/cpu.max": "100000 100000"}, 4, 4, "1 physical usable, quota 1"),
         (PROCESS_CGROUPS | make_cgroup_v1_quota(f"{CGROUP}/cpu/c", 200000), 4, 4, "2 physical usable, quota 2"),
-        (
-            PROCESS_CGROUPS | {f"{CGROUP}/d/cpu.max": "100000 100000"},
-            4,
-            4,
-            "4 physical usable",
-        ),  # the process uses this control group for memory only
+        (PROCESS_CGROUPS | {f"{CGROUP}/d/cpu.max": "100000 100000"}, 4, 4, "4 physical usable"),
     ],
 )
 def test_doctor_and_threads_respect_cores_affinity_and_quota(
-    system_files: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    files: dict[str, str],
-    logical: int,
-    physical: int | None,
-    expected: str,
-) -> None:
+    system_files: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str], logical: int, physical: int | None, expected: str,
+) -> None:  # fmt: skip
     system_files.update(files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(logical)}, raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None if logical else physical)
@@ -185,13 +173,9 @@ def test_an_onnxruntime_that_needs_proc_names_the_remedy(monkeypatch: pytest.Mon
         ("darwin", "x86_64", {"AVX2": True}, "x86_64 avx2"),
     ],
 )
+@pytest.mark.usefixtures("system_files")
 def test_instruction_sets_are_detected_on_hosts_without_proc(
-    system_files: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    system: str,
-    machine: str,
-    features: dict[str, bool],
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, features: dict[str, bool], expected: str
 ) -> None:
     monkeypatch.setattr("numpy._core._multiarray_umath.__cpu_features__", features)
     monkeypatch.setattr("sys.platform", system)
@@ -206,9 +190,7 @@ def test_numpy_detects_only_instruction_sets_that_cpuinfo_lists(request: pytest.
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
-def test_a_limit_on_address_space_limits_the_available_memory(
-    monkeypatch: pytest.MonkeyPatch, is_readable: bool
-) -> None:
+def test_a_limit_on_address_space_limits_the_memory(monkeypatch: pytest.MonkeyPatch, is_readable: bool) -> None:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_AS)
     free_bytes = 256 << 20
@@ -225,8 +207,6 @@ def test_a_limit_on_address_space_limits_the_available_memory(
 
 
 class FakeDriver:
-    """Stand-in for the CUDA driver of a host with an NVIDIA L4."""
-
     def __init__(self) -> None:
         self.failing = ""
 

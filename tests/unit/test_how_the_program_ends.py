@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from refusals import catch_error
@@ -29,7 +30,6 @@ PROGRAM = f"{sys.executable} -m lantern_rt"
 
 
 def run_shell_command(line: str, folder: Path) -> tuple[int, str, str]:
-    """Run a shell command, and return exit code, stdout and stderr."""
     line = line.replace("lantern-rt", PROGRAM).replace("BUNDLE", str(folder))
     process = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     return process.returncode, process.stdout, process.stderr
@@ -104,14 +104,9 @@ def unprivileged_command() -> list[str]:
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize(("threads", "code", "message"), [("64", 2, "lantern-rt: --threads: "), ("1", 0, "ar: ")])
 def test_under_a_process_limit_one_thread_is_enough(
-    words_bundle: Path,
-    tmp_path: Path,
-    unprivileged_command: list[str],
-    processes: int,
-    threads: str,
-    code: int,
-    message: str,
-) -> None:
+    words_bundle: Path, tmp_path: Path, unprivileged_command: list[str],
+    processes: int, threads: str, code: int, message: str,
+) -> None:  # fmt: skip
     run = ["-m", "lantern_rt", "run", str(words_bundle), "red", "--method", "ar", "--threads", threads]
     words = ["bash", "-c", f'ulimit -u {processes}; exec "$@"', "bash", *unprivileged_command, sys.executable, *run]
     process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -134,20 +129,17 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_one_line(
     assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"
 
 
-def test_a_trace_beyond_the_disk_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_beyond_the_disk_leaves_no_file(tmp_path: Path, program: Any) -> None:
     large = make_tiny_bundle(tmp_path / "large", grid=24)
-    monkeypatch.chdir(tmp_path)
-    run = ["run", str(large), "red", "--seed", "0", "--threads", "1", "--method", "sjd", "--trace", "a.npz"]
-    assert run_program(run) == 0
+    command = ("run", large, "red", "--seed", 0, "--threads", 1, "--method", "sjd", "--trace", "a.npz")
+    assert program(*command)[0] == 0
     image_bytes = (tmp_path / "red-seed0.png").stat().st_size
     assert image_bytes + 1024 < (tmp_path / "a.npz").stat().st_size  # enough for the image but not for the trace
     for path in tmp_path.glob("*.*"):
         path.unlink()
     with limit_file_size(image_bytes + 1024):
-        assert run_program(run) == 2
-    assert "lantern-rt: a.npz: cannot be written (File too large)" in capsys.readouterr().err.splitlines()[-1]
+        code, _, err = program(*command)
+    assert (code, "lantern-rt: a.npz: cannot be written (File too large)" in err.splitlines()[-1]) == (2, True)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["red-seed0.png"]
 
 

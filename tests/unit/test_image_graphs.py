@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import tokenizers
 from evaluation_graphs import make_agreement_graph, make_feature_graph
 from PIL import Image
+from refusals import catch_error
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import RequestError, open_bundle
@@ -36,7 +38,6 @@ def write_tokenizer(path: Path) -> None:
 
 
 def load_agreement(graph: Path) -> PromptAgreementModel:
-    """Load a graph that measures prompt agreement, with the tokenizer in the same folder."""
     return PromptAgreementModel(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 
@@ -50,19 +51,17 @@ def test_image_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 def test_images_are_preprocessed_as_the_config_says(tmp_path: Path, size: Any) -> None:
     path = make_feature_graph(tmp_path / "f.onnx", pooled=False, size=9)
     image = Image.new("RGB", (9, 7), (255, 51, 0))
-    assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
-        np.array([[1, 0.2, 0]]), abs=1e-6
-    )
+
+    def extract() -> Any:
+        return ImageFeatureModel(path, read_preprocessing(path), 1)([image])
+
+    assert extract() == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
     config = {"size": size, "image_mean": [0.5, 0, 0], "image_std": [0.5, 1, 2], "resample": 3, "crop_size": None}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
-        np.array([[1, 0.2, 0]]), abs=1e-6
-    )
+    assert extract() == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
     config |= {"image_mean": [0, 0, 0.5]}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
-        np.array([[2, 0.2, -0.25]]), abs=1e-6
-    )
+    assert extract() == pytest.approx(np.array([[2, 0.2, -0.25]]), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +83,10 @@ def test_a_file_that_is_not_a_feature_graph_is_rejected(tmp_path: Path) -> None:
     decoder = make_tiny_bundle(tmp_path / "tiny") / "vq_decoder.onnx"
     os.mkfifo(tmp_path / "pipe.onnx")
     for path in (tmp_path / "bad.onnx", tmp_path / "pipe.onnx", tmp_path / "none.onnx", tmp_path, decoder):
-        with pytest.raises(RequestError) as error:
-            ImageFeatureModel(path, Preprocessing(), 1)
-        assert error.value.field == f"features {path}"
-    with pytest.raises(RequestError) as error:
-        ImageFeatureModel(make_feature_graph(tmp_path / "f.onnx", size=9), Preprocessing(size=8), 1)
-    assert error.value.expected.startswith("9 x 9")
+        assert catch_error(RequestError, ImageFeatureModel, path, Preprocessing(), 1).field == f"features {path}"
+    graph = make_feature_graph(tmp_path / "f.onnx", size=9)
+    error = catch_error(RequestError, ImageFeatureModel, graph, Preprocessing(size=8), 1)
+    assert error.expected.startswith("9 x 9")
 
 
 @pytest.mark.parametrize("every_pair", [False, True])
@@ -102,46 +99,30 @@ def test_every_image_is_compared_with_the_truncated_prompt(tmp_path: Path, every
     assert larger_batch == pytest.approx([10 * (4, 6, 4)[i % 3] + 10 + i % 5 / 5 for i in range(15)], abs=1e-3)
 
 
-class BrokenSession:
-    """Stand-in for an ONNX Runtime session with a fixed output."""
-
-    def __init__(self, output: np.ndarray) -> None:
-        self.output = output
-
-    def run(self, *_: object) -> list[np.ndarray]:
-        return [self.output]
-
-
 def test_a_graph_that_compares_no_images_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
-    with pytest.raises(RequestError) as error:
-        load_agreement(make_feature_graph(tmp_path / "features.onnx"))
-    assert error.value.found.startswith("inputs pixels")
+    graph = make_feature_graph(tmp_path / "features.onnx")
+    assert catch_error(RequestError, load_agreement, graph).found.startswith("inputs pixels")
     agreement = load_agreement(make_agreement_graph(tmp_path / "g.onnx"))
-    agreement.session = BrokenSession(np.zeros((1, 5)))
-    with pytest.raises(RequestError) as error:
-        agreement(IMAGES[:1], ["cube"])
-    assert error.value.found == "an output [1, 5] of 1 images"
-    agreement.session = BrokenSession(np.array([np.nan]))
-    with pytest.raises(RequestError) as error:
-        agreement(IMAGES[:1], ["cube"])
-    assert error.value.problem == "returned NaN or infinity"
+    agreement.session = SimpleNamespace(run=lambda *_: [np.zeros((1, 5))])
+    assert catch_error(RequestError, agreement, IMAGES[:1], ["cube"]).found == "an output [1, 5] of 1 images"
+    agreement.session = SimpleNamespace(run=lambda *_: [np.array([np.nan])])
+    assert catch_error(RequestError, agreement, IMAGES[:1], ["cube"]).problem == "returned NaN or infinity"
 
 
 def test_a_fixed_text_length_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
     agreement = load_agreement(make_agreement_graph(tmp_path / "g.onnx", length=4))
-    with pytest.raises(RequestError) as error:
-        agreement(IMAGES[:1], ["cube"])
-    assert "ids [1, 2]" in error.value.problem
-    assert "truncation in tokenizer.json" in error.value.remedy
+    error = catch_error(RequestError, agreement, IMAGES[:1], ["cube"])
+    assert "ids [1, 2]" in error.problem
+    assert "truncation in tokenizer.json" in error.remedy
 
 
 def test_an_invalid_tokenizer_of_the_graph_is_rejected(tmp_path: Path) -> None:
     graph = make_agreement_graph(tmp_path / "g.onnx")
-    with pytest.raises(RequestError) as error:  # this bundle has no tokenizer
-        PromptAgreementModel(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)
-    assert error.value.field == "agreement"
+    without_tokenizer = open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings"))
+    error = catch_error(RequestError, PromptAgreementModel, graph, Preprocessing(), without_tokenizer, 1)
+    assert error.field == "agreement"
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(RequestError, match=r"tokenizer\.json: .*expected a tokenizer\.json"):
         load_agreement(graph)

@@ -54,19 +54,13 @@ BY_REJECTION: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
 
 
 def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
-    """Replace all random choices by choices of the script.
-
-    With two tokens, sampling with Gumbel noise chooses the second token if a uniform number is below the probability of
-    the second token.
-    """
+    """Replace all random choices by choices of the script: the second of two tokens, if a number is below its p."""
 
     def choose_token(target: TargetOutput, node: int) -> int:
         position = int(target.next_code_indices[node])
         return int(script.choose_below(position, float(target.distribution(node)[1])))
 
-    def score(
-        sampler: Sampler, logits: NDArray[np.float32], code_index: int, noise: Noise | None
-    ) -> NDArray[np.float64]:
+    def score(sampler: Sampler, logits: NDArray[np.float32], code_index: int, noise: Noise | None) -> NDArray[Any]:
         q = sampler.compute_distribution(logits)
         chooses_second = [script.choose_below(code_index, float(row[1])) if noise else row[1] > row[0] for row in q]
         return np.where(q > 0, np.array([[not is_second, is_second] for is_second in chooses_second], float), -np.inf)
@@ -79,12 +73,8 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
 
 
 def make_random_heads(codes: int, hidden_size: int) -> DraftHeads:
-    """Return draft heads with random weights.
-
-    Weights of hidden states are small, because hidden states of the toy model have values of about 10^6.
-    """
     rng = np.random.default_rng(6)
-    scales = {"gate": 1e-6, "states": 1e-6}
+    scales = {"gate": 1e-6, "states": 1e-6}  # hidden states of the toy model have values of about 10^6
     shapes = draft_head_shapes(codes, hidden_size, 3, 2)
     return DraftHeads(**{name: rng.normal(0, scales.get(name, 1), shape) for name, shape in shapes.items()})
 
@@ -114,9 +104,8 @@ def enumerate_images(
 
 
 def compute_distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
-    return float(
-        np.abs(distribution - compute_joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2
-    )
+    expected = compute_joint_distribution(model, make_prompt(3, padding=1), sampling)
+    return float(np.abs(distribution - expected).sum() / 2)
 
 
 @pytest.mark.parametrize("relaxation", [{}, BY_REJECTION], ids=["coupled", "by rejection"])
@@ -134,9 +123,8 @@ def compute_distance(distribution: NDArray[np.float64], model: ToyModel, samplin
 def test_jacobi_images_have_exactly_the_targets_distribution(
     window: int, sampling: Sampling, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, realised_tvd, model = enumerate_images(
-        SpeculativeJacobi(window=window, **relaxation), sampling, monkeypatch
-    )
+    method = SpeculativeJacobi(window=window, **relaxation)
+    images, realised_tvd, model = enumerate_images(method, sampling, monkeypatch)
     assert compute_distance(images, model, sampling) < 1e-6  # the toy's logits are float32
     assert realised_tvd < 1e-9
 
@@ -176,14 +164,11 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
         tree: Any, target: Any, choose_token: Any, rule: Any, decisions: Any, remaining: int
     ) -> Any:
         output = choose_token.__self__
-        return verify(
-            tree,
-            target,
-            choose_token,
-            rule,
-            lambda node: decisions(node).open_stream(int(output.next_code_indices[node])),
-            remaining,
-        )
+
+        def reuse_noise(node: int) -> Any:
+            return decisions(node).open_stream(int(output.next_code_indices[node]))
+
+        return verify(tree, target, choose_token, rule, reuse_noise, remaining)
 
     patch.setattr(tree_drafts, "verify_tree_relaxed", verify_with_draft_noise)
 
@@ -202,15 +187,12 @@ def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch
 def test_the_tvd_of_relaxed_images_is_within_the_realised_tvd(
     window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, realised_tvd, model = enumerate_images(
-        SpeculativeJacobi(window=window, **relaxation), Sampling(), monkeypatch
-    )
+    method = SpeculativeJacobi(window=window, **relaxation)
+    images, realised_tvd, model = enumerate_images(method, Sampling(), monkeypatch)
     assert 1e-3 < compute_distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
 class RepeatingTarget(ToyTarget):
-    """Target that almost always repeats the previous token."""
-
     def run(self, batch: Any, cache: Any) -> Any:
         output = super().run(batch, cache)
         if batch.tokens is not None:
@@ -298,9 +280,8 @@ def test_positions_left_in_the_window_get_new_drafts() -> None:
 def test_images_of_draft_heads_have_the_targets_distribution(
     method: MethodConfig, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, realised_tvd, model = enumerate_images(
-        method, sampling, monkeypatch, make_random_heads(VOCABULARY, HIDDEN_SIZE)
-    )
+    heads = make_random_heads(VOCABULARY, HIDDEN_SIZE)
+    images, realised_tvd, model = enumerate_images(method, sampling, monkeypatch, heads)
     assert compute_distance(images, model, sampling) < 1e-6
     assert realised_tvd < 1e-9
 
@@ -309,9 +290,9 @@ def test_images_of_draft_heads_have_the_targets_distribution(
     "method", [partial(SpeculativeJacobi, window=2), partial(LanternPlusPlus, drafter="heads")], ids=str
 )
 def test_relaxed_images_of_heads_are_within_the_realised_tvd(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    images, realised_tvd, model = enumerate_images(
-        method(neighbors=1, lambda_=2.0), Sampling(), monkeypatch, make_random_heads(VOCABULARY, HIDDEN_SIZE)
-    )
+    heads = make_random_heads(VOCABULARY, HIDDEN_SIZE)
+    relaxed = method(neighbors=1, lambda_=2.0)
+    images, realised_tvd, model = enumerate_images(relaxed, Sampling(), monkeypatch, heads)
     assert 1e-3 < compute_distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
@@ -323,12 +304,8 @@ def test_draft_heads_correct_drafts_after_a_new_token() -> None:
     states[0] = identity  # the hidden state of the token above is one-hot
     after, later = (50 * np.roll(identity, shift, 1) for shift in (1, 2))
     heads = DraftHeads(identity, 0 * identity, np.full(codes, 9.0), after, identity, states, later, 0 * identity[0])
-    sequence = ImageSequence(
-        0,
-        make_plan(RasterLayout(20, 3), Sampling(temperature=0), SpeculativeJacobi(window=4)),
-        make_prompt(1),
-        0,
-    )
+    plan = make_plan(RasterLayout(20, 3), Sampling(temperature=0), SpeculativeJacobi(window=4))
+    sequence = ImageSequence(0, plan, make_prompt(1), 0)
     sequence.codes += [1, 2, 3, 4, 5, 10]
     # The first draft token is accepted, and the second draft token is replaced.
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)
@@ -395,16 +372,12 @@ def test_the_window_shrinks_with_the_images_of_a_pass(images: int, size: int) ->
 @pytest.mark.parametrize("images", [1, 3, 6, 10])
 def test_adaptive_windows_limit_nodes_and_keep_the_tokens(images: int) -> None:
     model = make_model(5, 25, past_length_multiple=4)
-    prompts = [make_prompt(i) for i in range(images)]
-    sampling = Sampling()
-    codes = collect_codes(
-        decode(model, prompts, range(images), sampling, SpeculativeJacobi(window=12), adaptive_window=True), images
-    )
+    request = ([make_prompt(i) for i in range(images)], range(images), Sampling())
+    codes = collect_codes(decode(model, *request, SpeculativeJacobi(window=12), adaptive_window=True), images)
     assert isinstance(model.target, ToyTarget)
     prefill, *passes = model.target.passes
     assert prefill[0] == images
     max_nodes = {1: 13, 3: 4, 6: 3, 10: 2}[images]
     assert all(nodes <= max_nodes for rows, nodes in passes if rows == images)
-    assert codes == collect_codes(
-        decode(make_model(5, 25, past_length_multiple=4), prompts, range(images), sampling, Autoregressive()), images
-    )
+    undrafted = decode(make_model(5, 25, past_length_multiple=4), *request, Autoregressive())
+    assert codes == collect_codes(undrafted, images)

@@ -67,9 +67,8 @@ def run_recorded_step(
 ) -> tuple[Acceptance, DraftTree, list[list[int]], int]:
     """Return the acceptance, draft tree, paths to the leaves, and number of recorded uniforms that were not used."""
     tree, logits, leaves = read_recorded_tree(case)
-    sampling = Sampling(
-        temperature=case["temperature"], top_k=case["top_k"], top_p=case["top_p"], filter_order="top-p, top-k"
-    )
+    filters = {name: case[name] for name in ("temperature", "top_k", "top_p")}
+    sampling = Sampling(**filters, filter_order="top-p, top-k")
 
     def target(node: int) -> Probabilities:
         return make_sampler(sampling).compute_distribution(logits[node])

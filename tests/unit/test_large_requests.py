@@ -7,19 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from same_results import are_same_results, have_same_codes
 
-from lantern_rt import Pipeline, Result, memory
+from lantern_rt import Pipeline, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.memory import (
-    BATCH_BYTES,
-    MAX_IMAGES,
-    compute_max_images,
-    estimate_image_memory,
-    largest_settings,
-)
+from lantern_rt.memory import BATCH_BYTES, MAX_IMAGES, compute_max_images, estimate_image_memory, largest_settings
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import GenerationSettings, resolve_settings
 
@@ -49,11 +44,6 @@ def limit_batches(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: i
     manifest = open_bundle(words_bundle).manifest
     size = sum(estimate_image_memory(manifest, largest_settings(manifest)).values())
     monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
-
-
-def are_same_results(first: Result, second: Result) -> bool:
-    pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
-    return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -89,17 +79,13 @@ def test_a_stream_of_many_images_yields_all_tokens(
         assert (step.stats is None) == (step.done < step.total)
         assert (step.done > done, step.total) == (True, 5 * 36)
         done = step.done
-        streamed_codes = [
-            np.append(codes, new_codes) for codes, new_codes in zip(streamed_codes, step.new_codes, strict=True)
-        ]
-        assert all(np.array_equal(*pair) for pair in zip(streamed_codes, step.codes, strict=True))
-        assert {part.sequence for part in step.parts} <= {
-            i for i, new_codes in enumerate(step.new_codes) if len(new_codes)
-        }
+        streamed_codes = [np.append(*pair) for pair in zip(streamed_codes, step.new_codes, strict=True)]
+        assert have_same_codes(streamed_codes, step.codes)
+        assert all(len(step.new_codes[part.sequence]) for part in step.parts)
         assert step.image(4).size == step.image(0).size
         trace.add_step(step)
     assert len({part.image_index for part in trace.trace_steps}) == 5
-    assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
+    assert have_same_codes(streamed_codes, pipe("red cube", num_images=5).codes)
 
 
 def test_a_short_prompt_needs_less_memory_than_a_long_one(words_bundle: Path) -> None:
@@ -122,9 +108,8 @@ def test_a_batch_has_maximum_images_and_memory(words_bundle: Path, monkeypatch: 
     bytes_per_image = sum(estimate_image_memory(manifest, settings).values())
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 50)
     assert compute_max_images(manifest, [], settings, 1 << 20, None) == MAX_IMAGES
-    assert (
-        compute_max_images(manifest, [], settings, 9, None) == 4
-    )  # at most 9 rows, and guidance needs two rows per image
+    # At most 9 rows, and guidance needs two rows per image.
+    assert compute_max_images(manifest, [], settings, 9, None) == 4
     assert compute_max_images(manifest, [], settings, 1, None) == 1
     large = manifest.model_copy(update={"target": manifest.target.model_copy(update={"num_layers": 20_000})})
     large_bytes_per_image = sum(estimate_image_memory(large, settings).values())

@@ -66,14 +66,12 @@ def test_every_module_belongs_to_a_layer() -> None:
 
 
 def run_python(code: str) -> set[str]:
-    """Run code in a new interpreter; return the names of the modules that are loaded afterwards."""
     script = f"{code}\nimport sys\nprint(' '.join(sys.modules))"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(process.stdout.split("\n")[-2].split())
 
 
 def find_external_packages(prefixes: tuple[str, ...], only_at_import: bool = False) -> set[str]:
-    """Return the names of the external packages that some modules of the package import."""
     files = [file for name, file in find_package_files().items() if name.split(".")[0] in prefixes]
     names = {name for file in files for name in list_imports(file, only_at_import) if not name.startswith(".")}
     return {name.split(".")[0] for name in names}

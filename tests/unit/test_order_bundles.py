@@ -18,7 +18,6 @@ from tiny_bundle import CODES, make_order_bundle
 from lantern_rt import BundleError, Pipeline, RequestError, open_bundle
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.bundle.order import GroupOrderSpec
-from lantern_rt.cli.main import run_program
 from lantern_rt.methods import Autoregressive, GroupDecoding
 from lantern_rt.output.trace import Trace
 from lantern_rt.results import StreamStep
@@ -72,9 +71,8 @@ def test_each_step_shows_the_cells_of_one_more_group(pipe: Pipeline) -> None:
     assert np.concatenate([step.new_codes[0] for step in steps]).tolist() == steps[-1].cells[0].tolist()
     with np.load(io.BytesIO(trace.encode_npz())) as arrays:
         assert arrays["codes"][0].tolist() == steps[-1].cells[0].tolist()
-    pixels = np.array(steps[3].image(0)).reshape(
-        4, 4, 4, 4, 3
-    )  # [grid row, pixel row, grid column, pixel column, colour]
+    # Axes: grid row, pixel row, grid column, pixel column, colour.
+    pixels = np.array(steps[3].image(0)).reshape(4, 4, 4, 4, 3)
     is_grey = (pixels == 128).all((1, 3, 4))
     assert {*np.flatnonzero(~is_grey.ravel()).tolist()} == {0, 2, 8, 10}
 
@@ -95,19 +93,13 @@ def test_only_methods_ar_and_groups_generate_groups(pipe: Pipeline, words_bundle
     assert str(error) == f"method groups: bundle tiny generates one token after another; use method {methods}"
 
 
-def test_inspect_bench_eval_and_run_support_a_bundle_with_groups(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_program(["inspect", str(folder)]) == 0
-    assert "7 groups, one per pass" in capsys.readouterr().out
-    assert run_program(["bench", str(folder), "--count", "1", "--threads", "1"]) == 0
-    output = ["--output", str(tmp_path / "eval")]
-    assert run_program(["eval", str(folder), "--count", "10", "--threads", "1", *output]) == 0
-    assert run_program(["run", str(folder), "--class-id", "3", "--output", str(tmp_path / "a.png")]) == 0
-    assert (
-        run_program(["run", "--from", str(tmp_path / "a.png"), str(folder), "--output", str(tmp_path / "b.png")]) == 0
-    )
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+def test_inspect_bench_eval_and_run_support_a_bundle_with_groups(folder: Path, program: Any) -> None:
+    assert "7 groups, one per pass" in program("inspect", folder)[1]
+    assert program("bench", folder, "--count", 1, "--threads", 1)[0] == 0
+    assert program("eval", folder, "--count", 10, "--threads", 1)[0] == 0
+    assert program("run", folder, "--class-id", 3, "--output", "a.png")[0] == 0
+    assert program("run", "--from", "a.png", folder, "--output", "b.png")[0] == 0
+    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
 
 
 WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -147,16 +139,11 @@ def test_two_heads_need_a_neighbour_in_the_previous_group(groups: list[list[int]
 
 
 @pytest.mark.parametrize(("changes", "expected"), WRONG_FIELDS, ids=str)
-def test_a_wrong_order_of_cells_is_rejected(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
-) -> None:
-    shutil.copytree(folder, tmp_path / "tiny")
-    path = tmp_path / "tiny" / "bundle.json"
+def test_a_wrong_order_of_cells_is_rejected(folder: Path, program: Any, changes: Any, expected: str) -> None:
+    path = Path(shutil.copytree(folder, "tiny")) / "bundle.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    assert run_program(["inspect", str(path.parent)]) == 2
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1
-    assert expected in text
+    code, _, err = program("inspect", "./tiny")
+    assert (code, err.count("\n"), expected in err) == (2, 1, True), err
 
 
 def test_too_few_positions_for_learned_vectors_are_rejected(folder: Path, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from same_results import have_same_codes
 from tiny_bundle import CAPTION, CELL, PREFIX, make_tiny_bundle
 
 from lantern_rt import EngineError, Pipeline, RequestError, Result
@@ -135,7 +137,11 @@ def test_images_can_be_generated_from_class_ids(class_bundle: Path) -> None:
 def test_embeddings_are_padded_on_the_left(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     condition_inputs = []
     compute = embeds_pipe.engines.compute_condition
-    record = lambda inputs: condition_inputs.append(inputs) or compute(inputs)  # noqa: E731
+
+    def record(inputs: Any) -> Any:
+        condition_inputs.append(inputs)
+        return compute(inputs)
+
     monkeypatch.setattr(embeds_pipe.engines, "compute_condition", record)
     values = np.arange(2 * PREFIX * CAPTION, dtype=np.float32).reshape(2, PREFIX, CAPTION)
     mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
@@ -167,12 +173,12 @@ def test_a_stream_ends_with_the_result_of_a_call(pipe: Pipeline, method: str) ->
         assert step.done > done
         done = step.done
         streamed_codes = [np.append(*pair) for pair in zip(streamed_codes, step.new_codes, strict=True)]
-        assert all(np.array_equal(a, b) for a, b in zip(streamed_codes, step.codes, strict=True))
+        assert have_same_codes(streamed_codes, step.codes)
         assert step.done == sum(len(codes) for codes in streamed_codes)
         assert (step.stats is None) == (step.done < step.total)
     assert step.stats is not None
     assert step.stats.accepted_lengths == result.stats.accepted_lengths
-    assert all(np.array_equal(*pair) for pair in zip(step.codes, result.codes, strict=True))
+    assert have_same_codes(step.codes, result.codes)
     assert step.image(1).tobytes() == result.images[1].tobytes()
 
 

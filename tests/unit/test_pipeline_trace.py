@@ -67,9 +67,8 @@ def test_the_trace_marks_tokens_accepted_by_relaxation(pipe: Pipeline, method: s
     trace = Trace(6, 6)
     for step in steps:
         trace.add_step(step)
-    num_relaxed = sum(
-        len(part.acceptance.relaxed_nodes) for step in steps for part in step.parts if part.acceptance is not None
-    )
+    acceptances = [part.acceptance for step in steps for part in step.parts if part.acceptance is not None]
+    num_relaxed = sum(len(acceptance.relaxed_nodes) for acceptance in acceptances)
     assert read_trace_file(trace)["path_relaxed"].sum() == num_relaxed
     assert (num_relaxed > 0) == (method != "eagle")
     p, q, relaxed = (read_trace_file(trace)[f"path_{name}"] for name in ("p", "q", "relaxed"))

@@ -24,13 +24,7 @@ OFFSET = 100  # first token id of the codes in the drafter
 
 @dataclass
 class SumEngine:
-    """An engine whose logits depend on a sum over all entries of the KV cache to which a node attends.
-
-    Each entry adds the product of its value and 1 + its position, so that wrong masks and positions change the logits.
-
-    The key of an entry holds the value and the position, both small integers. A drafter reads token ids: text tokens
-    are below `OFFSET`, codes begin at `OFFSET`.
-    """
+    """An engine whose logits depend on the sum of value * (1 + position) of the entries to which a node attends."""
 
     reads_tokens: bool = False
     passes: list[PassInput] = field(default_factory=list)
@@ -58,12 +52,8 @@ class SumEngine:
 
 
 def make_sum_prompt(cond_length: int, uncond_length: int) -> Prompt:
-    rows = [np.full((n, WIDTH), n, np.float32) for n in (cond_length, uncond_length)]
-    ids = (np.arange(cond_length), np.arange(uncond_length) + 50)
-    cond, uncond_row = (
-        PrefixRow(row, np.ones(len(row), bool), token_ids) for row, token_ids in zip(rows, ids, strict=True)
-    )
-    return Prompt(cond, uncond_row)
+    lengths_and_ids = ((cond_length, np.arange(cond_length)), (uncond_length, np.arange(uncond_length) + 50))
+    return Prompt(*(PrefixRow(np.full((n, WIDTH), n, "f4"), np.ones(n, bool), ids) for n, ids in lengths_and_ids))
 
 
 def make_sum_model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> ToyModel:
@@ -88,10 +78,9 @@ def test_a_prefill_pads_rows_to_one_length_and_masks_padding() -> None:
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
     mask_of_new_nodes = batch.attention_mask[:, :, -4:]  # the last columns are the nodes of this pass
-    assert mask_of_new_nodes[0].tolist() == [
-        [True] * 4,
-        *[[False] + [j <= i for j in range(1, 4)] for i in range(1, 4)],
-    ]
+    expected_mask = np.tri(4, dtype=bool) & ~padding[0]
+    expected_mask[0] = True  # padding attends to everything
+    assert mask_of_new_nodes[0].tolist() == expected_mask.tolist()
     assert mask_of_new_nodes[1].tolist() == np.tri(4, dtype=bool).tolist()
 
 
@@ -101,9 +90,8 @@ def test_prompts_of_different_lengths_do_not_change_images(sampling: Sampling, t
     method = Autoregressive() if tree is None else Eagle(tree=tree)
     prompts = [make_sum_prompt(*lengths) for lengths in ((5, 2), (2, 2), (9, 2), (3, 3))]
     batch_images = generate_tokens(prompts, method, sampling, drafter=SumEngine(True))
-    assert batch_images == [
-        generate_tokens([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts
-    ]
+    images = [generate_tokens([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts]
+    assert batch_images == images
     if sampling.greedy:
         assert batch_images == generate_tokens(prompts, Autoregressive(), sampling)
 

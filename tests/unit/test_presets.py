@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +22,12 @@ from lantern_rt.requests import resolve_settings
 
 
 def make_figure(low: float, high: float) -> dict[str, Any]:
-    """Return a figure of a report: the difference to method ar with the bounds of its confidence interval."""
     return {"difference_to_ar": {"value": (low + high) / 2, "low": low, "high": high}}
 
 
 def make_relaxed_entry(
     method: str, speed: float, excess: tuple[float, float], agreement: tuple[float, float] | None = None
 ) -> Any:
-    """Return the entry of a relaxed method in a report of `lantern-rt eval`."""
     figures = {"excess_nll": make_figure(*excess)}
     if agreement is not None:
         figures["agreement"] = make_figure(*agreement)
@@ -42,7 +41,6 @@ def make_exact_entry(method: str, seconds: float) -> Any:
 
 
 def choose_methods(folder: Path, *entries: Any) -> dict[str, str]:
-    """Return the name of the method that is chosen for each quality, from a report with these entries."""
     report = {"methods": [make_exact_entry("ar", 1.0), *entries], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(folder).manifest)
     return {quality: str(preset.method).split(":")[0] for quality, preset in presets.items()}
@@ -52,34 +50,26 @@ def test_presets_are_the_fastest_methods_within_the_limits(words_bundle: Path) -
     within_balanced = make_relaxed_entry("sjd:lambda=2", 2.0, (0.0, 0.03))
     within_fast = make_relaxed_entry("rows", 4.0, (0.05, 0.11))
     above_limits = make_relaxed_entry("lantern++", 5.0, (0.05, 0.13))
-    below_limits = make_relaxed_entry(
-        "lantern", 6.0, (-0.2, -0.1)
-    )  # tokens that are too probable also count as a difference
-    assert choose_methods(words_bundle, within_balanced, within_fast, above_limits, below_limits) == {
-        "balanced": "sjd",
-        "fast": "rows",
-    }
-    assert choose_methods(words_bundle, within_balanced, make_relaxed_entry("rows", 4.0, (0.03, 0.041))) == {
-        "balanced": "sjd",
-        "fast": "rows",
-    }
-    assert choose_methods(words_bundle, within_balanced, make_relaxed_entry("rows", 1.5, (0.0, 0.01))) == {
-        "balanced": "sjd",
-        "fast": "sjd",
-    }
-    assert choose_methods(words_bundle, within_fast) == {"fast": "rows"}
-    assert choose_methods(words_bundle, above_limits) == {}
+    below_limits = make_relaxed_entry("lantern", 6.0, (-0.2, -0.1))  # too probable tokens are a difference, too
+    almost_balanced = make_relaxed_entry("rows", 4.0, (0.03, 0.041))
+    slow = make_relaxed_entry("rows", 1.5, (0.0, 0.01))
     lower_agreement = make_relaxed_entry("rows", 4.0, (0.0, 0.01), (-0.025, 0.01))
-    assert choose_methods(words_bundle, lower_agreement) == {"fast": "rows"}
-    assert choose_methods(words_bundle, make_relaxed_entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
+    too_low_agreement = make_relaxed_entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))
+    for entries, chosen in (
+        ((within_balanced, within_fast, above_limits, below_limits), {"balanced": "sjd", "fast": "rows"}),
+        ((within_balanced, almost_balanced), {"balanced": "sjd", "fast": "rows"}),
+        ((within_balanced, slow), {"balanced": "sjd", "fast": "sjd"}),
+        ((within_fast,), {"fast": "rows"}),
+        ((above_limits,), {}),
+        ((lower_agreement,), {"fast": "rows"}),
+        ((too_low_agreement,), {}),
+    ):
+        assert choose_methods(words_bundle, *entries) == chosen
 
 
 def test_preset_strict_is_the_fastest_exact_method_of_the_report(words_bundle: Path) -> None:
-    exact_entries = [
-        make_exact_entry("sjd:window=3", 30.0),
-        make_exact_entry("sjd:window=11", 20.0),
-        make_exact_entry("strict", 10.0),
-    ]
+    seconds = {"sjd:window=3": 30.0, "sjd:window=11": 20.0, "strict": 10.0}
+    exact_entries = [make_exact_entry(*item) for item in seconds.items()]
     report = {"methods": [make_exact_entry("ar", 1.0), *exact_entries], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(words_bundle).manifest)
     assert {quality: str(preset.method) for quality, preset in presets.items()} == {"strict": "sjd:window=11"}
@@ -106,10 +96,8 @@ def test_eval_writes_presets_and_changes_the_bundles_digest(
     folder = make_tiny_bundle(tmp_path / "tiny")
     before = open_bundle(folder)
     (tmp_path / "prompts.txt").write_text("red cube\ngreen cube on sand\nred sphere\n")
-    limits = "lantern_rt.compare.presets.LIMITS"
-    monkeypatch.setattr(
-        limits, {name: type("", (), {"max_excess_nll": 9, "max_agreement_loss": 9}) for name in ("balanced", "fast")}
-    )
+    no_limit = SimpleNamespace(max_excess_nll=9, max_agreement_loss=9)
+    monkeypatch.setattr("lantern_rt.compare.presets.LIMITS", {"balanced": no_limit, "fast": no_limit})
     options = ["--threads", "1", "--prompts", "prompts.txt", "--method", "rows:window=2", "--write-presets"]
     assert run_program(["eval", str(folder), *options]) == 0
     text = capsys.readouterr().out
@@ -125,11 +113,8 @@ def test_eval_writes_presets_and_changes_the_bundles_digest(
     assert catch_error(BundleError, write_presets, before, {}).field == str(folder / "bundle.json")
     strict, balanced, fast = after.manifest.presets.values()
     new_preset = balanced.model_copy(update={"method": RowParallel(window=3)})
-    assert write_presets(after, {"balanced": new_preset}).manifest.presets == {
-        "strict": strict,
-        "balanced": new_preset,
-        "fast": fast,
-    }
+    presets = write_presets(after, {"balanced": new_preset}).manifest.presets
+    assert presets == {"strict": strict, "balanced": new_preset, "fast": fast}
     assert open_bundle(folder).manifest.presets["balanced"] == new_preset
 
 
@@ -147,9 +132,8 @@ def set_fast_preset(folder: Path, method: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("quality", ["strict", "fast"])
 def test_a_bundle_with_heads_supports_every_quality(tmp_path: Path, quality: Any) -> None:
     folder = make_heads_bundle(tmp_path / "tiny").folder
-    set_fast_preset(
-        folder, {"method": "lantern++", "neighbors": None, "lambda": None}
-    )  # without neighbours it is lossless
+    # Without neighbours this method is lossless.
+    set_fast_preset(folder, {"method": "lantern++", "neighbors": None, "lambda": None})
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
         pipeline.warm_up()
         result = pipeline("red cube", quality=quality)

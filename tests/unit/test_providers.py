@@ -48,8 +48,6 @@ def make_mock_session(*active: str, **nodes: list[str]) -> Any:
 
 
 class MockOnnxRuntime:
-    """Mock of the module `onnxruntime` that records registered plugins."""
-
     __version__ = "1.31.1"
 
     def __init__(self, *providers: str, devices: tuple[str, ...] = ()) -> None:
@@ -124,13 +122,9 @@ def test_a_missing_provider_names_its_package() -> None:
 def test_a_graph_that_runs_partly_on_the_cpu_is_rejected() -> None:
     cuda = PROVIDERS["cuda"]
     assert catch_error(EngineError, check_node_assignment, GRAPH, cuda, make_mock_session(CPU)).found == CPU
-    partly_on_cpu = make_mock_session(
-        CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]}
-    )
-    assert (
-        "3 nodes of this graph (2 MatMul, 1 Softmax)"
-        in catch_error(EngineError, check_node_assignment, GRAPH, cuda, partly_on_cpu).problem
-    )
+    nodes = {CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]}
+    error = catch_error(EngineError, check_node_assignment, GRAPH, cuda, make_mock_session(CUDA, CPU, **nodes))
+    assert "3 nodes of this graph (2 MatMul, 1 Softmax)" in error.problem
     check_node_assignment(GRAPH, cuda, make_mock_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
@@ -160,12 +154,8 @@ def test_a_provider_plugin_is_registered_only_once(monkeypatch: pytest.MonkeyPat
 def test_an_unusable_provider_plugin_is_rejected(monkeypatch: pytest.MonkeyPatch, path: str | None, words: str) -> None:
     module = None if path is None else SimpleNamespace(get_library_path=lambda: path)
     monkeypatch.setitem(sys.modules, PLUGIN, module)
-    assert (
-        words
-        in catch_error(
-            EngineError, find_available_provider, "webgpu", MockOnnxRuntime(CPU, devices=("OtherExecutionProvider",))
-        ).problem
-    )
+    runtime = MockOnnxRuntime(CPU, devices=("OtherExecutionProvider",))
+    assert words in catch_error(EngineError, find_available_provider, "webgpu", runtime).problem
 
 
 def test_webgpu_is_rejected_if_cuda_would_allocate_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,10 +103,8 @@ def test_missing_memory_or_disk_is_an_error_before_downloading(host: pytest.Monk
     check_host()
     assert get_host_error("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
-    assert (
-        get_host_error(NAME)
-        == "memory: found 2.1 GB free, expected 2.2 GB; close other programs, or use a smaller model or precision"
-    )
+    remedy = "close other programs, or use a smaller model or precision"
+    assert get_host_error(NAME) == f"memory: found 2.1 GB free, expected 2.2 GB; {remedy}"
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # on the disk of the bundles
     host.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
@@ -114,10 +113,8 @@ def test_missing_memory_or_disk_is_an_error_before_downloading(host: pytest.Monk
 
 def test_a_login_error_says_where_to_accept_the_terms(host: pytest.MonkeyPatch) -> None:
     change_table_row(host, login=True)
-    pages = "https://huggingface.co/FoundationVision/LlamaGen"
-    assert get_host_error(NAME) == (
-        f"{NAME}: the hub asks for a login; accept the terms at {pages}, then run `hf auth login`"
-    )
+    remedy = "accept the terms at https://huggingface.co/FoundationVision/LlamaGen, then run `hf auth login`"
+    assert get_host_error(NAME) == f"{NAME}: the hub asks for a login; {remedy}"
     host.setattr("huggingface_hub.get_token", lambda: "token")
     check_host()
 
@@ -205,93 +202,67 @@ def test_free_space_is_measured_on_the_disk_of_the_cache(
 TEXT_MODEL = "simplear-0.5b-sft"  # has prompts and several image sizes
 CODES_MODEL = "glm-image-9b"  # has no image decoder: writes codes
 # Options of `run` that are rejected, by a word of the error message.
-WRONG_OPTIONS: dict[str, tuple[str, ...]] = {
-    "--method": ("--method", "bogus"),
-    "window": ("--method", "sjd:window=999"),
-    "lambda": ("--method", "lantern++:lambda=0.5"),
-    "tree": ("--method", "lantern++:tree=oak"),
-    "method eagle": ("--method", "eagle"),
-    "--quality": ("--quality", ""),
-    "--size": ("--size", "5x5"),
-    "--temperature": ("--temperature", "-1"),
-    "--repetition-penalty": ("--repetition-penalty", "1e-300"),
-    "--cfg-tokens": ("--cfg-tokens", "half"),
-    "--seed": ("--seed", "-1"),
-    "--count": ("--count", "0"),
-    "nowhere": ("--output", "nowhere/image.png"),
-    "image.gif": ("--output", "image.gif"),
-    "trace": ("--trace", "trace.png"),
-    "--threads": ("--threads", "0"),
-    "--provider": ("--provider", "bogus"),
-    "no-engines": ("--engines", "no-engines"),
-    "--negative-prompt": ("--negative-prompt", "blur"),
+WRONG_OPTIONS = {
+    "--method": "--method bogus",
+    "window": "--method sjd:window=999",
+    "lambda": "--method lantern++:lambda=0.5",
+    "tree": "--method lantern++:tree=oak",
+    "method eagle": "--method eagle",
+    "--quality": "--quality ''",
+    "nowhere": "--output nowhere/image.png",
+    "image.gif": "--output image.gif",
+    "trace": "--trace trace.png",
+    "no-engines": "--engines no-engines",
 }
-WRONG_COMMANDS: list[tuple[str, tuple[str, ...]]] = [
-    *((field, ("run", NAME, "--class-id", "3", "--yes", *words)) for field, words in WRONG_OPTIONS.items()),
-    ("nothing to generate", ("run", NAME, "--yes")),
-    ("--class-id: found 1000, expected a whole number 0 .. 999", ("run", NAME, "--class-id", "1000", "--yes")),
-    ("class id 2 of 2: found -1", ("run", NAME, "--class-id", "3", "--class-id", "-1", "--yes")),
-    ("found a prompt, expected class ids", ("run", NAME, "a red cube", "--yes")),
-    ("prompt: found class ids", ("run", TEXT_MODEL, "--class-id", "3", "--yes")),
-    ("--size", ("run", TEXT_MODEL, "a red cube", "--size", "large", "--yes")),
-    ("--scale", ("run", CODES_MODEL, "a red cube", "--scale", "2", "--yes")),
-    ("none.png", ("run", NAME, "--from", "none.png", "--yes")),
-    *(
-        (field, ("serve", NAME, "--yes", *words))
-        for field, words in {
-            "--alias": ("--alias", "x"),
-            "--map-size": ("--map-size", "1024x1024=5x5"),
-            "bundles": (NAME,),
-            "--batch": ("--batch", "0"),
-            "--waiting": ("--waiting", "-1"),
-            "no-keys": ("--api-key-file", "no-keys"),
-            "--cors": ("--cors", "nonsense"),
-            "--methods": ("--methods", "other"),
-            "--provider": ("--provider", "bogus"),
-            "no-engines": ("--engines", "no-engines"),
-        }.items()
-    ),
+WRONG_VALUES = "--size 5x5, --temperature -1, --repetition-penalty 1e-300, --cfg-tokens half, --seed -1, --count 0"
+WRONG_VALUES += ", --threads 0, --provider bogus, --negative-prompt blur"
+WRONG_OPTIONS |= {option.split()[0]: option for option in WRONG_VALUES.split(", ")}
+WRONG_SERVE_VALUES = "--alias x, --map-size 1024x1024=5x5, --batch 0, --waiting -1, --cors nonsense, --methods other"
+WRONG_COMMANDS: list[tuple[str, str]] = [
+    *((field, f"run {NAME} --class-id 3 {option}") for field, option in WRONG_OPTIONS.items()),
+    ("nothing to generate", f"run {NAME}"),
+    ("--class-id: found 1000, expected a whole number 0 .. 999", f"run {NAME} --class-id 1000"),
+    ("class id 2 of 2: found -1", f"run {NAME} --class-id 3 --class-id -1"),
+    ("found a prompt, expected class ids", f"run {NAME} 'a red cube'"),
+    ("prompt: found class ids", f"run {TEXT_MODEL} --class-id 3"),
+    ("--size", f"run {TEXT_MODEL} 'a red cube' --size large"),
+    ("--scale", f"run {CODES_MODEL} 'a red cube' --scale 2"),
+    ("none.png", f"run {NAME} --from none.png"),
+    *((option.split()[0], f"serve {NAME} {option}") for option in WRONG_SERVE_VALUES.split(", ")),
+    ("--provider", f"serve {NAME} --provider bogus"),
+    ("bundles", f"serve {NAME} {NAME}"),
+    ("no-keys", f"serve {NAME} --api-key-file no-keys"),
+    ("no-engines", f"serve {NAME} --engines no-engines"),
 ]
 
 
-@pytest.mark.parametrize(("field", "words"), WRONG_COMMANDS)
+@pytest.mark.parametrize(("field", "command"), WRONG_COMMANDS)
 def test_a_wrong_option_is_rejected_before_downloading(
-    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, words: tuple[str, ...]
+    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, command: str
 ) -> None:
     host.chdir(tmp_path)
     host.setattr(published, "check_host_requirements", lambda *_, **__: pytest.fail("a download begins"))
-    code, _, err = program(*words)
+    code, _, err = program(*shlex.split(command), "--yes")
     assert (code, err.count("\n"), field in err) == (2, 1, True), err
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
-        ("run", NAME, "--class-id", "3", "--size", "256x256", "--method", "sjd:window=5:lambda=1.5", "--count", "2"),
-        ("run", NAME, "--class-id", "3", "--output", "image.png", "--quality", "fast", "--cfg-tokens", "50%"),
-        (
-            "run",
-            TEXT_MODEL,
-            "a red cube",
-            "--size",
-            "512x512",
-            "--method",
-            "sjd:delta=0.2",
-            "--negative-prompt",
-            "blur",
-        ),
-        ("run", "anole-7b", "a red cube", "--method", "lantern:delta=0.1", "--trace", "trace.npz"),
-        ("run", CODES_MODEL, "a red cube", "--output", "codes.npz"),
-        ("run", NAME, "--class-id", "3", "--codes", "--output", "codes.npz"),
-        ("serve", CODES_MODEL),
-        ("serve", NAME, TEXT_MODEL, "--alias", f"x={TEXT_MODEL}", "--map-size", "2048x2048=512x512", "--batch", "4"),
+        f"run {NAME} --class-id 3 --size 256x256 --method sjd:window=5:lambda=1.5 --count 2",
+        f"run {NAME} --class-id 3 --output image.png --quality fast --cfg-tokens 50%",
+        f"run {TEXT_MODEL} 'a red cube' --size 512x512 --method sjd:delta=0.2 --negative-prompt blur",
+        "run anole-7b 'a red cube' --method lantern:delta=0.1 --trace trace.npz",
+        f"run {CODES_MODEL} 'a red cube' --output codes.npz",
+        f"run {NAME} --class-id 3 --codes --output codes.npz",
+        f"serve {CODES_MODEL}",
+        f"serve {NAME} {TEXT_MODEL} --alias x={TEXT_MODEL} --map-size 2048x2048=512x512 --batch 4",
     ],
-    ids=" ".join,
 )
 def test_a_valid_command_asks_before_the_download(
-    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
     host.chdir(tmp_path)
     host.setattr(published, "check_host_requirements", lambda *_, **__: None)
-    code, _, err = program(*words)
+    code, _, err = program(*shlex.split(command))
     assert (code, "--yes: found no terminal to ask in" in err) == (2, True), err

@@ -38,9 +38,8 @@ def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
     """Return the PNG text chunks that record an image, by name; None removes a chunk."""
     defaults = {"prompt": "red cube", "seed": "5", "method": "lantern", "noise": FORMAT, "settings": SETTINGS}
     chunks = defaults | {"bundle": "tiny", "bundle_digest": bundle.digest} | changes
-    return {
-        name: text if isinstance(text, str) else json.dumps(text) for name, text in chunks.items() if text is not None
-    }
+    chunks = {name: text for name, text in chunks.items() if text is not None}
+    return {name: text if isinstance(text, str) else json.dumps(text) for name, text in chunks.items()}
 
 
 def write_png(path: Path, texts: dict[str, str]) -> Path:
@@ -235,7 +234,6 @@ def test_a_record_is_read_beside_other_chunks(bundle: Bundle, tmp_path: Path) ->
 
 
 def split_png(data: bytes) -> list[bytes]:
-    """Return the chunks of a PNG, each as bytes with length, type, data and checksum."""
     chunks = []
     start = 8
     while start < len(data):
@@ -251,11 +249,8 @@ def test_a_record_is_read_before_or_after_the_pixels(bundle: Bundle, tmp_path: P
     header, *records, pixels, end = split_png(path.read_bytes())
     expected = read_recipe(path)
     large_chunk = make_chunk(b"tEXt", b"workflow\0" + b"x" * (2 * TEXTS_LIMIT))
-    for order in (
-        [header, pixels, *records, end],
-        [header, large_chunk, *records, pixels, end],
-        [header, *records, pixels, large_chunk],
-    ):
+    with_large_chunk = ([header, large_chunk, *records, pixels, end], [header, *records, pixels, large_chunk])
+    for order in ([header, pixels, *records, end], *with_large_chunk):
         path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(order))
         assert read_recipe(path) == expected
 

@@ -23,16 +23,9 @@ from toy_engine import (
     make_prompt,
     make_raster_layout,
 )
+from toy_methods import NEIGHBORS, RELAXED_METHODS, VOCABULARY
 
-from lantern_rt.methods import (
-    Autoregressive,
-    Eagle,
-    Lantern,
-    LanternPlusPlus,
-    MethodConfig,
-    Sampling,
-    SpeculativeJacobi,
-)
+from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling, SpeculativeJacobi
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
@@ -41,9 +34,7 @@ from lantern_rt.runtime.state import ImageSequence, Prompt
 from lantern_rt.runtime.tree import DraftTree
 
 LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
-VOCABULARY = 5
 CODES = 12
-NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 EXACT_METHODS: dict[str, MethodConfig] = {
     "ar": Autoregressive(),
     "sjd": SpeculativeJacobi(window=5),
@@ -51,11 +42,7 @@ EXACT_METHODS: dict[str, MethodConfig] = {
     "eagle, static": Eagle(tree="tree-3-210-100"),
     "eagle, dynamic": Eagle(tree="dynamic-16-5-3"),
 }
-RELAXED_METHODS: dict[str, MethodConfig] = {
-    "lantern": Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
-    "lantern++": LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
-    "sjd, relaxed": SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
-}
+METHODS = EXACT_METHODS | RELAXED_METHODS
 SAMPLINGS = [
     Sampling(),
     Sampling(cfg_scale=2.0, temperature=0.8, top_k=4),
@@ -65,12 +52,7 @@ SAMPLINGS = [
 
 
 def make_row_end_model(columns: int, **options: Any) -> ToyModel:
-    defaults: dict[str, Any] = {
-        "vocabulary": VOCABULARY,
-        "codes": CODES,
-        "past_length_multiple": 4,
-        "neighbors": NEIGHBORS,
-    }
+    defaults = {"vocabulary": VOCABULARY, "codes": CODES, "past_length_multiple": 4, "neighbors": NEIGHBORS}
     return make_model(**(defaults | options), columns=columns, row_ends=True)
 
 
@@ -85,9 +67,8 @@ def add_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) -> 
 def generate_tokens_without_runtime(model: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
     codes: list[int] = []
     for cell in range(model.num_codes):
-        p = compute_next_distribution(
-            model, prompt, add_row_ends(codes, model.raster.columns, model.num_codes), sampling
-        )
+        tokens = add_row_ends(codes, model.raster.columns, model.num_codes)
+        p = compute_next_distribution(model, prompt, tokens, sampling)
         noise = 0 if sampling.greedy else Noise(seed).gumbel(cell, 1, VOCABULARY)[0]
         with np.errstate(divide="ignore"):
             codes.append(int(np.argmax(np.log(p) + noise)))
@@ -112,9 +93,7 @@ def test_exact_methods_generate_the_simple_tokens_with_row_ends(method: MethodCo
         assert generate_tokens(make_row_end_model(columns), prompts, sampling, method) == expected
 
 
-@pytest.mark.parametrize(
-    "method", [*EXACT_METHODS.values(), *RELAXED_METHODS.values()], ids=[*EXACT_METHODS, *RELAXED_METHODS]
-)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
 def test_other_grids_in_the_batch_do_not_change_an_image(method: MethodConfig, sampling: Sampling) -> None:
     model = make_row_end_model(3)
@@ -142,9 +121,8 @@ def test_row_ends_need_no_additional_forward_passes(columns: int) -> None:
 @pytest.mark.parametrize("tree", ["chain-4", "dynamic-5-4-1"])
 def test_a_draft_may_continue_in_the_next_grid_row(tree: str) -> None:
     """Check that all 4 draft tokens are accepted if the drafter has the target's distribution."""
-    steps = [
-        *decode(make_row_end_model(3, agreement=1.0, codes=42), [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))
-    ]
+    model = make_row_end_model(3, agreement=1.0, codes=42)
+    steps = [*decode(model, [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))]
     # Each step commits 4 draft tokens and a bonus token.
     assert all(len(part.codes) == 5 for step in steps[1:-1] for part in step.parts)
 
@@ -169,9 +147,8 @@ def test_heads_use_states_that_predict_codes_and_not_row_ends(
 
     def update_and_check(state: DraftHeadState, commit: Any) -> None:
         update(state, commit)
-        expected_states = 0.01 * (
-            prefix - 1 + np.array([state.sequence.plan.raster_layout.find_token_position(cell) for cell in range(17)])
-        )
+        find_position = state.sequence.plan.raster_layout.find_token_position
+        expected_states = 0.01 * (prefix - 1 + np.array([find_position(cell) for cell in range(17)]))
         num_codes = len(state.sequence.codes)
         np.testing.assert_allclose(state.context[:num_codes, 0, 0], expected_states[:num_codes], rtol=1e-6)
         for cell, unaccepted_position in state.unaccepted.items():
@@ -232,16 +209,12 @@ def test_nodes_attend_only_to_row_ends_of_their_ancestors() -> None:
 def test_row_ends_are_where_lumina_puts_them(shape: tuple[int, int]) -> None:
     rows, columns = shape
     official = np.load(LUMINA / "golden.npz")[f"official_forced_{rows}x{columns}"].tolist()
-    row_end, end_of_image = (
-        json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in END_TOKEN_NAMES
-    )
+    tokens = json.loads((LUMINA / "protocol.json").read_text())["tokens"]
+    row_end, end_of_image = (tokens[name][0] for name in END_TOKEN_NAMES)
     codes = 2 * rows * 2 * columns
     layout = make_raster_layout(codes, 2 * columns, row_end)
-    assert [
-        *layout.insert_row_ends(np.full(codes, -1)).tolist(),
-        row_end,
-        end_of_image,
-    ] == official  # our images omit the last row end and the end token
+    ours = layout.insert_row_ends(np.full(codes, -1)).tolist()
+    assert [*ours, row_end, end_of_image] == official  # our images omit the last row end and the end token
     assert layout.num_tokens == len(official) - 2
 
 

@@ -52,10 +52,8 @@ def compute_distribution(
     for prefix_row in (prompt.cond, prompt.uncond):
         prefix_hashes = target.hash_prefix(prefix_row.embeds)[prefix_row.is_real_token]
         cells = np.array([*attended], np.int64)
-        hashes = np.append(
-            prefix_hashes,
-            target.hash_codes(np.array([*attended.values()], np.int64), len(prefix_row.is_real_token) + cells),
-        )
+        codes = np.array([*attended.values()], np.int64)
+        hashes = np.append(prefix_hashes, target.hash_codes(codes, len(prefix_row.is_real_token) + cells))
         rows.append(target.compute_logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
     scale = sampling.cfg_scale if index < sampling.count_guided_tokens(model.num_codes) else 1.0
     return compute_naive_distribution(rows[1] + scale * (rows[0] - rows[1]), sampling)
@@ -106,16 +104,13 @@ def test_preserved_tokens_agree_with_the_simple_implementation(
     noise = Noise(5)
 
     def choose_token(cell: int, p: NDArray) -> int:
-        return (
-            int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
-            if preserved_codes[cell] < 0
-            else int(preserved_codes[cell])
-        )
+        if preserved_codes[cell] >= 0:
+            return int(preserved_codes[cell])
+        return int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
 
     expected = generate_tokens_without_runtime(model, prompt, window, GUIDED, choose_token)
-    assert generate_tokens(model, [replace(prompt, preserved_codes=preserved_codes)], window, [5], GUIDED, drafts) == [
-        expected
-    ]
+    edit = replace(prompt, preserved_codes=preserved_codes)
+    assert generate_tokens(model, [edit], window, [5], GUIDED, drafts) == [expected]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, HALF_GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
@@ -143,9 +138,8 @@ def test_rows_generate_the_tokens_of_the_simple_implementation(
         assert generate_tokens(two_node_model, [prompt], window, [seed], sampling, drafts=1) == expected
         passes: list[tuple[int, int]] = two_node_model.target.passes  # type: ignore[attr-defined]
         assert {nodes for _, nodes in passes[1:]} == {2}
-        assert {num_rows for num_rows, _ in passes} == (
-            {1, 2} if sampling == HALF_GUIDED else {1 + sampling.uses_guidance}
-        )
+        row_counts = {1, 2} if sampling == HALF_GUIDED else {1 + sampling.uses_guidance}
+        assert {num_rows for num_rows, _ in passes} == row_counts
 
 
 def test_rows_have_the_joint_distribution_of_the_simple_one() -> None:
@@ -189,25 +183,19 @@ def test_every_cell_follows_the_cells_it_attends_to(
         batch = grid.plan_next_pass()
         passes = passes + 1
         assert 0 < len(batch.tokens) <= max_nodes
-        for cells in (
-            batch.cells[batch.num_attended_tokens > 0],
-            batch.cells[batch.sampled_nodes] + 1,
-            batch.cached_cells,
-        ):
+        attending_cells = batch.cells[batch.num_attended_tokens > 0]
+        for cells in (attending_cells, batch.cells[batch.sampled_nodes] + 1, batch.cached_cells):
             assert len({*cells.tolist()}) == len(cells)
-        assert not {*batch.cells[batch.num_attended_tokens > 0].tolist()} & {*batch.cached_cells.tolist()}
-        assert (
-            batch.tree_structure.ancestor_mask.sum(0)[batch.num_attended_tokens == 0] == 1
-        ).all()  # no other node attends to a stand-in
-        accepted, generate = grid.verify_drafts(
-            batch, rng.integers(0, 2, len(batch.sampled_nodes))
-        )  # random tokens: some drafts are right
+        assert not {*attending_cells.tolist()} & {*batch.cached_cells.tolist()}
+        is_stand_in = batch.num_attended_tokens == 0
+        assert (batch.tree_structure.ancestor_mask.sum(0)[is_stand_in] == 1).all(), "another node attends to a stand-in"
+        random_codes = rng.integers(0, 2, len(batch.sampled_nodes))  # some drafts are right
+        accepted, generate = grid.verify_drafts(batch, random_codes)
         assert len(generate) + len(accepted) > 0  # every pass makes progress
         assert not known & {*generate.tolist()}
         for cell in generate.tolist():
-            assert {c for c in find_attended_cells(*divmod(cell, columns), columns, window) if c < cell} <= known | {
-                *generate.tolist()
-            }
+            attended = find_attended_cells(*divmod(cell, columns), columns, window)
+            assert {c for c in attended if c < cell} <= known | {*generate.tolist()}
         counts = [sum(grid.cells[row * columns + c] >= 0 for c in range(codes)) for row in range(rows)]
         assert grid.lengths == [columns if count == codes else count for count in counts]
         assert {*batch.cells[accepted].tolist()} <= {cell for cell, code in enumerate(grid.cells) if code >= 0}
@@ -231,11 +219,9 @@ def test_the_number_of_drafts_does_not_change_an_image(drafts: int, window: int,
 def test_a_window_of_all_columns_generates_the_image_of_ar(ends: bool) -> None:
     model = make_row_model(3, 4, ends=ends)
     prompt = make_prompt(2)
-    expected_codes = [
-        code for step in decode(model, [prompt], [5], GUIDED, Autoregressive()) for code in step.parts[0].codes.tolist()
-    ]
-    assert generate_tokens(model, [prompt], 4, [5], GUIDED) == [expected_codes]
-    assert generate_tokens(model, [prompt], 1, [5], GUIDED) != [expected_codes]
+    expected_codes = collect_codes(decode(model, [prompt], [5], GUIDED, Autoregressive()), 1)
+    assert generate_tokens(model, [prompt], 4, [5], GUIDED) == expected_codes
+    assert generate_tokens(model, [prompt], 1, [5], GUIDED) != expected_codes
 
 
 @pytest.mark.parametrize("method", [SpeculativeJacobi(window=4), Eagle(tree="chain-2"), Autoregressive()])
@@ -256,20 +242,16 @@ def test_steps_show_all_generated_cells(pipe: Pipeline) -> None:
     last_step = steps[-1]
     manifest = pipe.bundle.manifest
     partial_steps = [step for step in steps if (step.cells[0] < 0).any()]
-    assert any((step.cells[0] >= 0).sum() > len(step.codes[0]) for step in partial_steps), (
-        "no step has tokens of a lower row before the row above is complete"
-    )
+    # Some steps have tokens of a lower row before the row above is complete.
+    assert any((step.cells[0] >= 0).sum() > len(step.codes[0]) for step in partial_steps)
     for step in partial_steps:
         known = step.cells[0] >= 0
         assert np.array_equal(step.cells[0][known], last_step.codes[0][known])
         assert step.done == known.sum()
         assert np.array_equal(step.codes[0], last_step.codes[0][: len(step.codes[0])])
     pixels = np.array(partial_steps[0].image(0))
-    cells = (partial_steps[0].cells[0] >= 0).reshape(manifest.grid_rows, manifest.grid_columns)
-    is_grey = (
-        (pixels == 128)
-        .all(2)
-        .reshape(manifest.grid_rows, -1, manifest.grid_columns, pixels.shape[1] // manifest.grid_columns)
-    )
+    rows, columns = manifest.grid_rows, manifest.grid_columns
+    cells = (partial_steps[0].cells[0] >= 0).reshape(rows, columns)
+    is_grey = (pixels == 128).all(2).reshape(rows, -1, columns, pixels.shape[1] // columns)
     assert is_grey.all((1, 3))[~cells].all()
     assert np.array_equal(np.concatenate([step.new_codes[0] for step in steps]), last_step.codes[0])

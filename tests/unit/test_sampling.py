@@ -24,8 +24,6 @@ LOGITS = arrays(np.float32, st.integers(1, 12), elements=st.floats(-8, 8, width=
 
 
 class ConstantGenerator:
-    """A random generator that always returns the same number, and counts its calls."""
-
     def __init__(self, number: float) -> None:
         self.number = number
         self.calls = 0
@@ -59,17 +57,13 @@ def test_filters_agree_with_a_simple_implementation(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, filter_order=order)
     expected = compute_naive_distribution(logits.astype(np.float64), sampling)
     distribution = make_sampler(sampling).compute_distribution(logits)
-    sorted_probabilities = np.sort(
-        compute_naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature))
-    )[::-1]
-    if (
-        np.abs(np.cumsum(sorted_probabilities) - top_p).min() > 1e-5 and order == "top-p, top-k"
-    ):  # otherwise rounding decides which tokens remain
+    unfiltered = compute_naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature))
+    distance_to_top_p = np.abs(np.cumsum(np.sort(unfiltered)[::-1]) - top_p).min()
+    if distance_to_top_p > 1e-5 and order == "top-p, top-k":  # otherwise rounding decides which tokens remain
         np.testing.assert_allclose(distribution, expected, atol=1e-6)
     assert distribution.sum() == pytest.approx(1)
-    assert logits[distribution.argmax()] == pytest.approx(
-        logits.max(), abs=1e-6
-    )  # rounding may make two probabilities equal
+    # Rounding may make two probabilities equal.
+    assert logits[distribution.argmax()] == pytest.approx(logits.max(), abs=1e-6)
     assert np.count_nonzero(distribution) <= (top_k or len(logits))
 
 
@@ -194,12 +188,10 @@ def test_samples_of_a_large_codebook_invert_the_distribution(vocabulary: int) ->
         assert distribution[token] > 0
 
 
-@given(
-    logits=arrays(
-        np.float32, st.tuples(st.integers(1, 3), st.sampled_from([7, 256, 1024])), elements=st.floats(-9, 9, width=16)
-    ),
-    count=st.integers(1, 9),
-)
+SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([7, 256, 1024]))
+
+
+@given(logits=arrays(np.float32, SHAPES, elements=st.floats(-9, 9, width=16)), count=st.integers(1, 9))
 def test_the_best_k_tokens_agree_with_a_full_sort(logits: np.ndarray, count: int) -> None:
     codes, scores = find_top_codes(logits, count)
     num_best = min(count, logits.shape[1])

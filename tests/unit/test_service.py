@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from idle_service import wait_until_idle
 from refusals import catch_error
+from same_results import have_same_codes
 from tiny_bundle import CAPTION
 
 from lantern_rt import Pipeline, RequestError, prepared
@@ -37,8 +38,6 @@ def service(pipe: Pipeline) -> Iterator[Service]:
 
 
 class RecordingListener:
-    """A listener that records steps and errors of one request."""
-
     def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
         self.busy = busy
         self.deadline = time.monotonic() + 30  # so that a failed test ends
@@ -75,10 +74,6 @@ def submit(service: Service, prompts: str | None = "red cube", **request: Any) -
             return listener
         except BusyError:
             time.sleep(0.01)
-
-
-def have_same_codes(first: list[Any], second: list[Any]) -> bool:
-    return all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def raise_error(error: BaseException) -> Callable[..., Any]:

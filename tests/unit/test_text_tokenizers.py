@@ -39,10 +39,8 @@ def test_a_truncated_prompt_still_ends_with_the_end_token(tokenizer: CaptionToke
 def test_prompts_are_cleaned_only_if_the_bundle_says_so(tokenizer: CaptionTokenizer) -> None:
     tokenizer_without_cleaning = CaptionTokenizer(load_tokenizer(TOKENIZER_FILE), None)
     assert tokenizer.encode("A RED cube (c)", 120).tolist() == tokenizer.encode("a red cube c", 120).tolist()
-    assert (
-        tokenizer_without_cleaning.encode("A RED cube", 120).tolist()
-        != tokenizer_without_cleaning.encode("a red cube", 120).tolist()
-    )
+    capitals, small_letters = (tokenizer_without_cleaning.encode(text, 120) for text in ("A RED cube", "a red cube"))
+    assert capitals.tolist() != small_letters.tolist()
 
 
 def test_truncation_and_padding_stored_in_the_file_are_ignored(tmp_path: Path) -> None:
@@ -50,11 +48,11 @@ def test_truncation_and_padding_stored_in_the_file_are_ignored(tmp_path: Path) -
     saved_tokenizer.enable_truncation(3)
     saved_tokenizer.enable_padding(length=50)
     saved_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    ids = CaptionTokenizer(load_tokenizer(tmp_path / "tokenizer.json"), None).encode("a red cube on the snow", 120)
-    assert (
-        ids.tolist()
-        == CaptionTokenizer(load_tokenizer(TOKENIZER_FILE), None).encode("a red cube on the snow", 120).tolist()
+    ids, expected_ids = (
+        CaptionTokenizer(load_tokenizer(path), None).encode("a red cube on the snow", 120).tolist()
+        for path in (tmp_path / "tokenizer.json", TOKENIZER_FILE)
     )
+    assert ids == expected_ids
 
 
 def test_dropout_stored_in_the_file_is_ignored(tmp_path: Path) -> None:

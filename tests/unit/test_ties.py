@@ -54,9 +54,7 @@ def choose_and_check_tokens(
     codes, _ = sampler.choose(logits, noise)
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes, strict=True)
-    return np.array(codes), np.array(
-        [sampler.stays_best_under_rounding(row, row_noise, code, rounding_margin) for row, row_noise, code in rows]
-    )
+    return np.array(codes), np.array([sampler.stays_best_under_rounding(*row, rounding_margin) for row in rows])
 
 
 class RoundingTarget(ToyTarget):
@@ -100,9 +98,8 @@ def test_rounding_errors_change_no_token(sampling: Sampling) -> None:
     for method in METHODS:
         for batch in (1, 4):
             assert generate_tokens(make_rounding_model(MAX_ROUNDING), sampling, method, batch)[0] == expected
-    without_recomputation = [
-        generate_tokens(make_rounding_model(0.0), sampling, method, 4)[0] for method in [Autoregressive(), *METHODS]
-    ]
+    exact = make_rounding_model(0.0)
+    without_recomputation = [generate_tokens(exact, sampling, each, 4)[0] for each in [Autoregressive(), *METHODS]]
     assert any(codes != expected for codes in without_recomputation), "the rounding is too small for this test"
 
 
@@ -116,10 +113,8 @@ def test_statistics_count_the_passes_that_compute_ties_again() -> None:
     assert stats[0].target_passes == len(model.target.passes) == 12 + tie_passes
     assert {image.target_passes - image.tie_passes for image in images} == {12}
     assert stats[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / image.target_passes for image in images]))
-    assert not any(
-        image.tie_passes
-        for image in generate_tokens(make_rounding_model(0.0), SAMPLINGS[0], Autoregressive(), 24)[1][0].per_image
-    )
+    _, stats = generate_tokens(make_rounding_model(0.0), SAMPLINGS[0], Autoregressive(), 24)
+    assert not any(image.tie_passes for image in stats[0].per_image)
 
 
 @pytest.mark.parametrize(("count", "num_in_one_call"), [(1, 0), (2, 2), (200, 128)])
@@ -129,8 +124,6 @@ def test_one_call_for_many_images_chooses_the_same_tokens(count: int, num_in_one
     separate_rows: list[int] = []
 
     class CountedLayout(PassLayout):
-        """Layout that records the rows whose logits are read separately."""
-
         def logits(self, logits: Any, rows: slice, nodes: Any) -> Logits:
             separate_rows.append(rows.start)
             return super().logits(logits, rows, nodes)
@@ -157,9 +150,8 @@ def rounding_cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, fl
     )
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(3, size)).astype(np.float32)
-    logits *= np.float32(
-        draw(st.sampled_from([0.01, 0.1, 1, 1]))
-    )  # small scales put many logits near the threshold of a filter
+    # Small scales put many logits near the threshold of a filter.
+    logits *= np.float32(draw(st.sampled_from([0.01, 0.1, 1, 1])))
     logits = np.round(logits, draw(st.integers(0, 4)))  # coarse rounding makes ties
     noise = None if sampling.greedy else rng.gumbel(size=(3, size)).astype(np.float32)
     return logits, noise, sampling, draw(st.sampled_from([1e-3, 0.02, 0.1, 0.5])), seed
@@ -167,20 +159,15 @@ def rounding_cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, fl
 
 @settings(max_examples=150, deadline=None)
 @given(rounding_cases())
-def test_a_robust_token_stays_the_same_within_the_margin(
-    case: tuple[Logits, Logits | None, Sampling, float, int],
-) -> None:
+def test_a_robust_token_stays_the_same_within_the_margin(case: tuple[Any, ...]) -> None:
     logits, noise, sampling, rounding_margin, seed = case
     codes, is_robust = choose_and_check_tokens(logits, noise, sampling, rounding_margin)
-    max_change = (
-        0.49 * rounding_margin * (sampling.temperature or 1.0)
-    )  # so the difference of two logits changes by less than the margin
+    # The difference of two logits changes by less than the margin.
+    max_change = 0.49 * rounding_margin * (sampling.temperature or 1.0)
     rng = np.random.default_rng(seed + 1)
     for _ in range(20):
-        changes = max_change * (
-            rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape)
-        )
-        changed_codes, _ = make_sampler(sampling).choose((logits + changes).astype(np.float32), noise)
+        shares = rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape)
+        changed_codes, _ = make_sampler(sampling).choose((logits + max_change * shares).astype(np.float32), noise)
         np.testing.assert_array_equal(np.array(changed_codes)[is_robust], codes[is_robust])
 
 
@@ -197,9 +184,8 @@ def test_most_choices_are_robust_to_rounding_and_ties_are_not() -> None:
     close_logits = np.array([400, 399.99], np.float32)
     gumbel = np.array([0, -5], np.float32)
     assert not make_sampler(Sampling(top_p=0.5)).stays_best_under_rounding(close_logits, gumbel, 0, 0.02)
-    boundary_logits = np.array(
-        [[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32
-    )  # rounding decides whether token 1 or 2 is within top-k 2
+    # Rounding decides whether token 1 or 2 is within top-k 2.
+    boundary_logits = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)
     gumbel = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)
     assert not choose_and_check_tokens(boundary_logits, gumbel, Sampling(top_k=2), 1e-4)[1].any()
     assert choose_and_check_tokens(boundary_logits, gumbel, Sampling(top_k=3), 1e-4)[1].all()

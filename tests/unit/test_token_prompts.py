@@ -44,25 +44,20 @@ class FixedTokenizer(PromptTokenizer):
         return self.ids
 
 
-def make_requests(
-    manifest: Manifest, layout: TokenLayout, ids: list[int], images: int = 1, **options: Any
-) -> list[ImageRequest]:
-    condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
-    text_manifest = manifest.model_copy(update={"condition": condition})
+def use_layout(manifest: Manifest, layout: TokenLayout, prefix: int = 12) -> Manifest:
+    return manifest.model_copy(update={"condition": ConditionSpec(kind="tokens", prefix=prefix, layout=layout)})
+
+
+def make_requests(manifest: Manifest, layout: TokenLayout, ids: list[int], **options: Any) -> list[ImageRequest]:
     tokenizer = FixedTokenizer(ids)
-    request = check_request(
-        text_manifest, tokenizer, {"prompts": "a prompt", "seed": 7, "num_images": images, **options}
-    )
+    request = check_request(use_layout(manifest, layout), tokenizer, {"prompts": "a prompt", "seed": 7, **options})
     assert tokenizer.slots == 12 - len(layout.before) - len(layout.after)
     return request.images
 
 
 @pytest.mark.parametrize(("prefix", "max_characters"), [(12, 2000), (2048, 32_768)])
-def test_the_longest_prompt_depends_on_the_tokens_of_the_model(
-    manifest: Manifest, prefix: int, max_characters: int
-) -> None:
-    condition = ConditionSpec(kind="tokens", prefix=prefix, layout=ANOLE)
-    text_manifest = manifest.model_copy(update={"condition": condition})
+def test_the_longest_prompt_depends_on_the_model(manifest: Manifest, prefix: int, max_characters: int) -> None:
+    text_manifest = use_layout(manifest, ANOLE, prefix)
     tokenizer: Any = FixedTokenizer([50])
     assert check_request(text_manifest, tokenizer, {"prompts": "x" * max_characters}).images
     error = catch_error(RequestError, check_request, text_manifest, tokenizer, {"prompts": "x" * (max_characters + 1)})
@@ -70,7 +65,7 @@ def test_the_longest_prompt_depends_on_the_tokens_of_the_model(
 
 
 def test_both_rows_of_guidance_may_have_different_lengths(manifest: Manifest) -> None:
-    first_image, second_image = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
+    first_image, second_image = make_requests(manifest, ANOLE, [50, 51, 52], num_images=2)
     assert first_image.prefix.cond.inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
     assert first_image.prefix.cond.inputs["uncond_ids"].tolist() == [[0, 133]]
     assert tuple(row.is_real_token.tolist() for row in first_image.prefix) == ([True] * 6, [True] * 2)
@@ -122,31 +117,24 @@ def test_a_short_text_is_padded_at_the_beginning(manifest: Manifest) -> None:
 # ---------------------------------------------------------------- ids from the caller
 
 
-def make_requests_from_token_ids(
-    manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any
-) -> list[ImageRequest]:
-    condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
-    text_manifest = manifest.model_copy(update={"condition": condition})
-    return check_request(text_manifest, FixedTokenizer([50, 51]), {"token_ids": token_ids, **options}).images
+def make_requests_from_ids(manifest: Manifest, layout: TokenLayout, ids: Any, **options: Any) -> list[ImageRequest]:
+    request = {"token_ids": ids, **options}
+    return check_request(use_layout(manifest, layout), FixedTokenizer([50, 51]), request).images
 
 
 @pytest.mark.parametrize("layout", [ANOLE, JANUS])
 def test_a_callers_token_ids_give_the_rows_of_the_text(manifest: Manifest, layout: TokenLayout) -> None:
     (expected,) = make_requests(manifest, layout, [50, 51])
     (row,) = expected.prefix.cond.inputs["token_ids"].tolist()
-    first_image, second_image = make_requests_from_token_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
+    first_image, second_image = make_requests_from_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
     for image in (first_image, second_image):
-        assert image.prefix.cond.inputs.keys() == expected.prefix.cond.inputs.keys()
-        assert all(
-            np.array_equal(image.prefix.cond.inputs[name], expected.prefix.cond.inputs[name])
-            for name in expected.prefix.cond.inputs
-        )
+        np.testing.assert_equal(image.prefix.cond.inputs, expected.prefix.cond.inputs)
         assert image.subject.label == tuple(row)
     assert (first_image.seed, second_image.seed) == (7, 8)
 
 
 def test_a_request_with_token_ids_may_have_a_negative_prompt(manifest: Manifest) -> None:
-    (image,) = make_requests_from_token_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
+    (image,) = make_requests_from_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
     assert image.prefix.uncond.inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
     assert image.record["negative_prompt"] == "a blur"
 
@@ -171,7 +159,7 @@ def test_a_request_with_token_ids_may_have_a_negative_prompt(manifest: Manifest)
 )
 def test_wrong_token_ids_are_rejected(manifest: Manifest, ids: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        make_requests_from_token_ids(manifest, ANOLE, ids)
+        make_requests_from_ids(manifest, ANOLE, ids)
     assert caught.value.field == field
     assert caught.value.expected
 

@@ -61,13 +61,10 @@ def test_a_published_tree_has_the_recorded_structure(published: str) -> None:
     np.testing.assert_array_equal(tree.tree_structure.ancestor_mask, np.array(verify["tree_mask"], bool))
     assert tree.tree_structure.depths.tolist() == verify["tree_position_ids"]
     leaves = [[node for node in row if node >= 0] for row in verify["retrieve_indices"]]
-    assert sorted(leaves) == sorted(
-        tree.path_to(n) for n in range(tree.num_nodes) if not tree.tree_structure.children[n]
-    )
+    children = tree.tree_structure.children
+    assert sorted(leaves) == sorted(tree.path_to(n) for n in range(tree.num_nodes) if not children[n])
     ordered = DraftTree(np.arange(shape.num_nodes), shape.parents, leaf_order=[path[-1] for path in leaves])
-    assert ordered.tree_structure.children == tree.tree_structure.children, (
-        "siblings have the same order by leaves and by node numbers"
-    )
+    assert ordered.tree_structure.children == children, "siblings have the same order by leaves and by node numbers"
     for path, earlier_siblings in zip(verify["retrieve_indices"], verify["b_indices"], strict=True):
         for node, siblings in zip(path[1:], earlier_siblings[1:], strict=True):
             if node > 0:
@@ -84,9 +81,8 @@ def test_a_published_tree_is_expanded_as_published(published: str) -> None:
     assert len(levels) - 1 == len(draft["tree_indices"])
     expanded: list[int] = []
     mask = DraftTree(np.zeros(shape.num_nodes, np.int64), shape.parents).tree_structure.ancestor_mask
-    for parent_level, level, indices, attended in zip(
-        levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False
-    ):
+    published_levels = zip(levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False)
+    for parent_level, level, indices, attended in published_levels:
         slots = {int(node): slot for slot, node in enumerate(parent_level)}
         ranks = [shape.paths[node - 1][-1] for node in level]
         assert indices == [slots[int(shape.parents[n])] * 10 + rank for n, rank in zip(level, ranks, strict=True)]
@@ -159,16 +155,14 @@ def test_the_ancestor_mask_is_the_path_from_the_root(parents: np.ndarray) -> Non
 
 @given(parent_lists(), st.randoms(use_true_random=False))
 def test_the_leaf_rank_orders_siblings(parents: np.ndarray, random: Any) -> None:
-    tree_without_order = DraftTree(np.arange(len(parents)), parents)
-    leaves = [
-        node for node in range(tree_without_order.num_nodes) if not tree_without_order.tree_structure.children[node]
-    ]
+    children = DraftTree(np.arange(len(parents)), parents).tree_structure.children
+    leaves = [node for node in range(len(parents)) if not children[node]]
     random.shuffle(leaves)
     tree = DraftTree(np.arange(len(parents)), parents, leaf_order=leaves)
     for node in range(tree.num_nodes):
         ranks_below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
         assert tree.tree_structure.leaf_rank[node] == min(ranks_below)
-        assert tuple(sorted(tree.tree_structure.children[node])) == tree_without_order.tree_structure.children[node]
+        assert tuple(sorted(tree.tree_structure.children[node])) == children[node]
         ranks = [int(tree.tree_structure.leaf_rank[child]) for child in tree.tree_structure.children[node]]
         assert ranks == sorted(ranks)
 
@@ -179,9 +173,8 @@ def test_a_cached_tree_adds_two_objects_to_the_collector() -> None:
         return len(gc.get_objects())
 
     before = count_objects()
-    shapes = [
-        DraftTree(np.zeros(33, np.int64), np.array([-1, *([0] * n), *range(32 - n)])).tree_structure for n in range(9)
-    ]
+    parent_lists = [np.array([-1, *([0] * n), *range(32 - n)]) for n in range(9)]
+    shapes = [DraftTree(np.zeros(33, np.int64), parents).tree_structure for parents in parent_lists]
     assert len({id(shape) for shape in shapes}) == len(shapes)
     assert count_objects() - before <= 2 * len(shapes)
 

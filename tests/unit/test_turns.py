@@ -17,11 +17,6 @@ from lantern_rt.subjects.prompts import ClassId, Text
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
 
 
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("turns") / "tiny"), threads=1)
-
-
 def test_a_batch_uses_the_next_prompts_and_then_new_seeds() -> None:
     prompts = Prompts(Text, PROMPTS)
     red, green, snow = PROMPTS
@@ -80,7 +75,7 @@ def test_a_wrong_prompt_in_a_file_names_file_and_line(
     assert err.startswith("lantern-rt: prompts.txt:4: found unknown word 'zebra'")
 
 
-def test_each_batch_runs_the_methods_in_rotated_order(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_batch_runs_the_methods_in_rotated_order(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def make_recorder(name: str, function: Any) -> Any:
@@ -91,37 +86,36 @@ def test_each_batch_runs_the_methods_in_rotated_order(pipeline: Pipeline, monkey
         return record_call
 
     for name in ("stream", "likelihoods"):
-        monkeypatch.setattr(pipeline, name, make_recorder(name, getattr(pipeline, name)))
-    methods = parse_methods(["sjd", "eagle"], {}, pipeline.bundle)
+        monkeypatch.setattr(pipe, name, make_recorder(name, getattr(pipe, name)))
+    methods = parse_methods(["sjd", "eagle"], {}, pipe.bundle)
     requests = [Prompts(Text, PROMPTS).request(i, 1) for i in range(3)]
-    turns = list(run_methods_in_turns(pipeline, methods, requests))
+    turns = list(run_methods_in_turns(pipe, methods, requests))
     assert [[result.method.label for result in turn] for turn in turns] == [["ar", "sjd", "eagle"]] * 3
     order = ["ar", "sjd", "eagle", "sjd", "eagle", "ar", "eagle", "ar", "sjd"]
     assert [call.split()[1] for call in calls if call.startswith("stream")] == order
     assert [call.split()[0] for call in calls] == (["stream"] * 3 + ["likelihoods"] * 3) * 3
 
 
-def test_running_a_method_gives_the_pipelines_result(pipeline: Pipeline) -> None:
+def test_running_a_method_gives_the_pipelines_result(pipe: Pipeline) -> None:
     request = {"prompts": PROMPTS[:2], "seed": [5, 6]}
     method = ComparedMethod("relaxed", {"method": "lantern++", "temperature": 0.9})
-    run_result = run_method(pipeline, method, request)
-    result = pipeline(**request, method="lantern++", temperature=0.9)
+    run_result = run_method(pipe, method, request)
+    result = pipe(**request, method="lantern++", temperature=0.9)
     assert [codes.tolist() for codes in run_result.codes] == [codes.tolist() for codes in result.codes]
     assert [image.tobytes() for image in run_result.images] == [image.tobytes() for image in result.images]
     assert run_result.settings == result.settings
     assert run_result.tvd_per_token == pytest.approx(result.stats.realised_tvd / 36)
     assert run_result.tvd_per_token > 0
     assert run_result.seconds >= run_result.statistics.seconds
-    assert add_likelihoods(pipeline, run_result, request).likelihoods == pipeline.likelihoods(
-        result.codes, **request, temperature=0.9
-    )
-    ((result_without_likelihoods,),) = run_methods_in_turns(pipeline, [method], [request], with_likelihoods=False)
+    likelihoods = pipe.likelihoods(result.codes, **request, temperature=0.9)
+    assert add_likelihoods(pipe, run_result, request).likelihoods == likelihoods
+    ((result_without_likelihoods,),) = run_methods_in_turns(pipe, [method], [request], with_likelihoods=False)
     assert (len(result_without_likelihoods.images), result_without_likelihoods.likelihoods) == (2, [])
 
 
-def test_methods_are_parsed_and_ar_is_the_first(pipeline: Pipeline) -> None:
-    methods = parse_methods(["lantern++:lambda=3:tree=chain-3", " sjd"], {"temperature": 0.5}, pipeline.bundle)
+def test_methods_are_parsed_and_ar_is_the_first(pipe: Pipeline) -> None:
+    methods = parse_methods(["lantern++:lambda=3:tree=chain-3", " sjd"], {"temperature": 0.5}, pipe.bundle)
     assert [method.label for method in methods] == ["ar", "lantern++:lambda=3:tree=chain-3", "sjd"]
-    settings = pipeline(PROMPTS[0], **methods[1].options).settings.as_dict()
+    settings = pipe(PROMPTS[0], **methods[1].options).settings.as_dict()
     assert (settings["lambda"], settings["tree"], settings["temperature"]) == (3, "chain-3", 0.5)
-    assert [method.label for method in parse_methods(["sjd", "ar"], {}, pipeline.bundle)] == ["ar", "sjd"]
+    assert [method.label for method in parse_methods(["sjd", "ar"], {}, pipe.bundle)] == ["ar", "sjd"]

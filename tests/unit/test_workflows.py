@@ -35,9 +35,8 @@ def list_known_commands() -> set[str]:
     noxfile = (ROOT / "noxfile.py").read_text("utf-8")
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", noxfile, re.MULTILINE)
     text = "\n".join((ROOT / name).read_text("utf-8") for name in ("README.md", "CONTRIBUTING.md"))
-    chained = [
-        part for line in re.findall(r"^    (pip install .*)$", text, re.MULTILINE) for part in line.split(" && ")
-    ]
+    lines = re.findall(r"^    (pip install .*)$", text, re.MULTILINE)
+    chained = [part for line in lines for part in line.split(" && ")]
     return {*chained, *re.findall(r"`([^`\n]+)`", text), *(f"nox -s {name}" for name in sessions)}
 
 
@@ -60,11 +59,8 @@ def test_workflows_run_all_sessions_and_build_all_images() -> None:
     pythons = re.findall(r"^ +(3\.\d+)$", text, re.MULTILINE)
     noxfile = (ROOT / "noxfile.py").read_text("utf-8")
     assert set(pythons) == {"3.11", *re.findall(r'"(3\.\d+)"', re.findall(r"^PYTHONS = .*", noxfile, re.MULTILINE)[0])}
-    (build,) = [
-        step["run"]
-        for step in read_steps(ROOT / ".github/workflows/release.yml")
-        if "docker build" in step.get("run", "")
-    ]
+    steps = read_steps(ROOT / ".github/workflows/release.yml")
+    (build,) = [step["run"] for step in steps if "docker build" in step.get("run", "")]
     dockerfile = (ROOT / "deploy/Dockerfile").read_text("utf-8")
     (argument,) = re.findall(r"--build-arg (\w+)=", build)
     assert f"\nARG {argument}=cpu,serve\n" in dockerfile

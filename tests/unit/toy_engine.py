@@ -205,9 +205,8 @@ class ToyEngine:
         context = _sum_attended_hashes(batch.attention_mask, values)
         # A node attends to the right positions if the sum of their hashes is right.
         position_sums = _sum_attended_hashes(batch.attention_mask, POSITION_HASHES[positions])
-        padding_hashes = np.where(
-            cache.entries.padding[:, :past_length], POSITION_HASHES[positions[:, :past_length]], np.uint64(0)
-        )
+        is_padding = cache.entries.padding[:, :past_length]
+        padding_hashes = np.where(is_padding, POSITION_HASHES[positions[:, :past_length]], np.uint64(0))
         expected_sums = POSITION_HASH_SUMS[batch.positions] - padding_hashes.sum(1, dtype=np.uint64)[:, None]
         return context, (position_sums == expected_sums) | (batch.positions == self.last_position)
 
@@ -309,9 +308,8 @@ class ToyDrafter(ToyEngine):
         context = previous_contexts + code_hashes
         clipped = batch.positions == self.last_position
         is_right &= (slot_of_hidden == batch.positions) | clipped
-        is_right &= np.where(
-            in_prefix, batch.tokens == self.layout.prefix_token, (attended_contexts == context) | clipped
-        )
+        is_right_context = (attended_contexts == context) | clipped
+        is_right &= np.where(in_prefix, batch.tokens == self.layout.prefix_token, is_right_context)
         is_right &= origin > 0
         logits = self.compute_logits(context)
         logits[~is_right] = np.nan
