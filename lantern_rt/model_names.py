@@ -42,7 +42,7 @@ def open_model(name: str | Path, download: bool = False, **options: Any) -> Bund
     those of `open_bundle`.
     """
     word = str(name)
-    known = find_model_name(word) or name
+    known = (find_model_name(word) or name) if isinstance(name, str) else name  # a path is never a name
     if is_published(known):
         return open_published_model(known, download, **options)
     exported = f"`lantern-rt export {quote(word)} --output {quote(Path(word).name)}-bundle`"
