@@ -72,7 +72,7 @@ def test_what_is_no_bundle_gets_the_command_that_makes_one(folder: Path, word: s
 
 def test_a_path_is_a_folder_whatever_its_name(folder: Path) -> None:
     (folder / "scenes").mkdir()
-    with pytest.raises(BundleError, match="contains no bundle.json"):
+    with pytest.raises(BundleError, match="contains no bundle"):
         open_model(Path("scenes"))
 
 
