@@ -34,8 +34,8 @@ ROLES = {
         echo "secret" > keys.txt
         lantern-rt serve --port 8765 --api-key-file keys.txt & server=$!; trap "kill $server" EXIT
         until curl -sf localhost:8765/readyz; do sleep 0.2; done
-        header="Authorization: Bearer secret"
-        curl -sf localhost:8765/v1/images/generations -H "$header" -d '{{"prompt": "a red cube on sand"}}'
+        curl -sf localhost:8765/v1/images/generations -H "Authorization: Bearer secret" \\
+            -H "content-type: application/json" -d '{{"prompt": "a red cube on sand"}}'
     """,
     "research": f"""
         {INSTALL} ".[cpu]"
