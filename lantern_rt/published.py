@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from pydantic import Field, TypeAdapter
 
@@ -43,6 +43,8 @@ _OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"  # remedy in errors
 
 
 class _HubSource(FrozenModel, ABC):
+    needs_export: ClassVar[bool]
+
     @property
     @abstractmethod
     def references(self) -> list[str]:
@@ -56,6 +58,7 @@ class _HubSource(FrozenModel, ABC):
 class PublishedBundle(_HubSource):
     """Finished bundle on the hub, which needs no PyTorch. `digest` is the sha256 of its `bundle.json`."""
 
+    needs_export: ClassVar[bool] = False
     reference: str = Field(pattern="@[0-9a-f]{40}$")
     digest: str
     download_bytes: int
@@ -79,6 +82,7 @@ class PublishedModel(_HubSource):
         bundles: finished bundles by precision, which `deploy/publish.py` adds.
     """
 
+    needs_export: ClassVar[bool] = True
     family: str
     files: dict[str, str]
     options: dict[str, int | str]
@@ -183,8 +187,8 @@ def find_unusable_bundle(name: str) -> Path | None:
     """Return the folder of a cached bundle that `find_cached_bundle` does not return; None: there is none."""
     source = find_bundle_source(name)
     places = [_exported_bundle_folder(name)]
-    if isinstance(source, PublishedBundle):
-        places += find_snapshot_folder(source.reference).parent.glob("*")
+    if not source.needs_export:
+        places += find_snapshot_folder(source.references[0]).parent.glob("*")
     return next((folder for folder in places if os.path.isfile(folder / MANIFEST_FILE)), None)
 
 
@@ -226,15 +230,16 @@ def check_host_requirements(name: str, source: PublishedModel | PublishedBundle)
         CheckpointError: the hub requires a login, and there is none.
     """
     # `memory_bytes` is for int8; fp16 weights have twice as many bytes.
-    memory = find_published_model(name).memory_bytes * (2 if choose_default_precision() == "fp16" else 1)
+    model = find_published_model(name)
+    memory = model.memory_bytes * (2 if choose_default_precision() == "fp16" else 1)
     exported: list[tuple[Path, int]] = []
-    if isinstance(source, PublishedModel):
+    if source.needs_export:
         for library in ("torch", "onnx", "onnxruntime"):
             require_library(library, "export", "cpu,export")
         memory = max(memory, EXPORT_BYTES)
         # A bundle has the same weights as the checkpoints, in the same or a smaller type.
         exported = [(_check_export_folder(name), source.download_bytes)]
-        _check_login(name, source)
+        _check_login(name, model)
     hub = find_hub_cache()
     with convert_read_errors(hub, "a folder of downloads", OutputError, "set HF_HOME to another folder"):
         missing = source.download_bytes - sum(map(_count_downloaded_bytes, source.references))
