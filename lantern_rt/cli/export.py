@@ -190,7 +190,7 @@ def export(
         loaded = add_prompts(loaded, texts)
         export_model(loaded, output, precisions=precisions, force=force, progress=progress)
     _print_export_costs(output, time.perf_counter() - start, peak.bytes)
-    if precisions.target == "fp32" != fastest:
+    if precision is None and precisions.target == "fp32" != fastest:
         print_stderr(f"precision: fp32; on this processor, `--precision {fastest}` is smaller and faster")
     if loaded.manifest_fields["order"] is None:
         takes_embeddings = loaded.manifest_fields["condition"].kind == "embeddings"

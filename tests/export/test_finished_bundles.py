@@ -154,9 +154,9 @@ def test_a_changed_manifest_is_rejected_before_the_graphs(host: EmptyCacheHost) 
 
 
 def test_a_bundle_deleted_from_the_cache_is_downloaded_again(host: EmptyCacheHost) -> None:
-    host.generate("a.png")
+    first = host.generate("a.png")
     shutil.rmtree(host.folder / "home/hub/models--owner--finished")
-    host.generate("b.png")
+    assert host.generate("b.png").read_bytes() == first.read_bytes()
 
 
 def test_verify_rejects_a_bundle_that_differs_from_an_export(host: EmptyCacheHost) -> None:
