@@ -8,6 +8,7 @@ the token, its position and the cell that is sampled after it; class and positio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
 from ..graph.conditions import ClassCondition
 from ..model import BundleContents
-from ..models.adaptive import AdaptiveDecoder, fold_norm_into_modulation
+from ..models.adaptive import AdaptiveDecoder, fold_norms
 from ..models.decoder import DecoderConfig
 from ..models.maskgit_vq import read_maskgit_vq
 from .common import build_image_model
@@ -31,7 +32,8 @@ _EPSILON = 1e-6
 # Numbers of rows of the tables of positions in addition to those of codes.
 _TABLES = {"pos_embed": 1024, "target_aware_pos_embed": 1024, "timesteps_embeddings": 100}
 _KINDS = ("weight", "bias")
-_NAMES = {
+_NORMS = ("attention_norm", "ffn_norm")
+_LAYER_NAMES = {
     "attention.qkv": "attn.qkv",
     "attention.out": "attn.proj",
     "attention.query_norm": "attn.q_norm",
@@ -41,6 +43,11 @@ _NAMES = {
     "ffn.up": "mlp.fc1",
     "ffn.down": "mlp.fc2",
     "modulation": "adaLN_modulation.1",
+}
+_NAMES = {
+    **{f"layers.*.{ours}": f"blocks.*.{theirs}" for ours, theirs in _LAYER_NAMES.items()},
+    "norm.modulation": "adaln_before_head.adaLN_modulation.1",
+    "head": "lm_head",
 }
 # Settings of the published evaluation, by number of layers and width; those of the demonstration for other sizes.
 SAMPLING = {
@@ -68,21 +75,19 @@ class _Condition(ClassCondition):
 def read_rar(target: Checkpoint, vq: Path) -> BundleContents:
     """Read RAR from a file of weights, with MaskGIT's VQ tokenizer."""
     target.read_weights()
-    layer_names = {
-        f"layers.*.{ours}.{kind}": f"blocks.*.{theirs}.{kind}" for ours, theirs in _NAMES.items() for kind in _KINDS
-    }
-    end_names = {
-        f"{ours}.{kind}": f"{theirs}.{kind}"
-        for ours, theirs in (("head", "lm_head"), ("norm.modulation", "adaln_before_head.adaLN_modulation.1"))
-        for kind in _KINDS
-    }
-    target.rename_weights({**layer_names, **end_names})
+    if not {*_TABLES, "lm_head.weight"} <= target.weights.keys():
+        expected = f"a RAR transformer, with lm_head, {', '.join(_TABLES)}"
+        raise target.make_error(found=target.format_names(), expected=expected)
+    target.rename_weights({f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _NAMES.items() for kind in _KINDS})
     config = _read_sizes(target)
     num_codes = config.vocab_size
-    embeddings, first = (target.weights.pop(name).float() for name in ("embeddings.weight", "cls_token"))
+    embeddings = target.weights.pop("embeddings.weight").float()
+    first = _take(target, "cls_token", 1, 1, config.hidden_size).float()
     condition = _Condition(embeddings[num_codes + 1 :], first.flatten())
-    _move_vectors(target, config, condition.table)
-    _change_layers(target, config)
+    target.weights |= {"class_vectors": condition.table.data, **_take_position_vectors(target, config)}
+    for i in range(config.num_layers):
+        _change_layer(target, config, f"layers.{i}")
+    _change_last_norm(target, config.hidden_size)
     with skip_weight_allocation():
         decoder = AdaptiveDecoder(config)
     target.load_module_weights(decoder)
@@ -100,16 +105,15 @@ FAMILY = ModelFamily(read_rar)
 
 def _read_sizes(target: Checkpoint) -> DecoderConfig:
     num_codes, width = target.get_shape("head.weight")
-    rows, _ = target.get_shape("embeddings.weight")
+    num_embeddings, _ = target.get_shape("embeddings.weight")
     (head_width,) = target.get_shape("layers.0.attention.query_norm.weight", 1)
     lengths = {target.get_shape(name, 3)[1] - extra for name, extra in _TABLES.items()}
-    cells = max(lengths)
-    grid = isqrt(max(cells, 0))
-    conditions = rows - num_codes - 1
-    if len(lengths) > 1 or not grid or grid**2 != cells or conditions < 2 or width % head_width:
-        found = f"tables for {sorted(lengths)} codes, {rows} embeddings for {num_codes} codes, heads of {head_width}"
-        expected = f"tables for a square number of codes, embeddings of classes, and heads that divide {width}"
-        raise target.make_error(found=found, expected=expected)
+    grid = isqrt(max(0, *lengths))
+    conditions = num_embeddings - num_codes - 1
+    if lengths != {grid**2} or not grid or conditions < 2 or width % head_width:
+        found = f"tables for {sorted(lengths)} codes, {num_embeddings} embeddings, {num_codes} codes"
+        expected = f"tables for a square number of codes, embeddings of classes, heads that divide {width}"
+        raise target.make_error(found=f"{found}, heads of {head_width}", expected=expected)
     return DecoderConfig(
         hidden_size=width,
         num_layers=target.count_layers("layers."),
@@ -129,30 +133,50 @@ def _read_sizes(target: Checkpoint) -> DecoderConfig:
     )
 
 
-def _move_vectors(target: Checkpoint, config: DecoderConfig, classes: Tensor) -> None:
-    """Move the tables of positions and classes to the decoder's names."""
-    positions, cells, steps = (target.weights.pop(name)[0].float() for name in _TABLES)
+def _take(target: Checkpoint, name: str, *shape: int) -> Tensor:
+    """Return a weight, which must have this shape, and remove it from the checkpoint."""
+    found = target.get_shape(name, len(shape))
+    if found != shape:
+        raise target.make_error(name, found=f"shape {[*found]}", expected=f"{[*shape]}")
+    return target.weights.pop(name)
+
+
+def _take_position_vectors(target: Checkpoint, config: DecoderConfig) -> dict[str, Tensor]:
+    """Return the decoder's tables of positions."""
+    cells = config.grid**2
+    tables = (_take(target, name, 1, cells + extra, config.hidden_size)[0].float() for name, extra in _TABLES.items())
+    positions, next_cells, steps = tables
     count = config.max_sequence_length
-    last = config.grid**2 + _PREFIX  # position after the last code
-    # Inputs from the class on also contain the vector of the cell that is sampled next; the last code has none.
-    next_cells = F.pad(cells[_PREFIX:last], (0, 0, 1, count - last + 1))
-    target.weights |= {
-        "position_vectors": positions[:count] + next_cells,
+    # Inputs from the class on also contain the vector of the cell that is sampled next. The last code has none.
+    padding = (0, 0, _PREFIX - 1, count - cells - _PREFIX + 1)
+    return {
+        "position_vectors": positions[:count] + F.pad(next_cells[_PREFIX : _PREFIX + cells], padding),
         "step_vectors": steps[:count],
-        "class_vectors": classes.data,
     }
 
 
-def _change_layers(target: Checkpoint, config: DecoderConfig) -> None:
-    weights = target.weights
-    for i in range(config.num_layers):
-        name = f"layers.{i}"
-        for norm in ("query_norm", "key_norm"):  # one norm for all heads
-            for kind in _KINDS:
-                vector = weights[f"{name}.attention.{norm}.{kind}"]
-                weights[f"{name}.attention.{norm}.{kind}"] = vector.expand(config.num_heads, -1)
-        fold_norm_into_modulation(target, f"{name}.modulation", [f"{name}.attention_norm", f"{name}.ffn_norm"], 3)
-    for kind in _KINDS:  # scale, shift in the file
-        joint = weights[f"norm.modulation.{kind}"]
-        weights[f"norm.modulation.{kind}"] = torch.cat([*reversed(joint.chunk(2))])
-    fold_norm_into_modulation(target, "norm.modulation", ["norm"], 2)
+def _change_layer(target: Checkpoint, config: DecoderConfig, name: str) -> None:
+    width = config.hidden_size
+    for norm in ("query_norm", "key_norm"):  # one norm for all heads
+        for kind in _KINDS:
+            weight = f"{name}.attention.{norm}.{kind}"
+            target.weights[weight] = _take(target, weight, config.head_dim).expand(config.num_heads, -1)
+    norms = [[_take(target, f"{name}.{norm}.{kind}", width) for kind in _KINDS] for norm in _NORMS]
+    matrix = _take(target, f"{name}.modulation.weight", 6 * width, width)
+    bias = _take(target, f"{name}.modulation.bias", 6 * width)
+    _store_modulation(target, name, matrix, bias, norms)
+
+
+def _change_last_norm(target: Checkpoint, width: int) -> None:
+    """Store the last norm, which has no weight and bias. In a file the scale comes before the shift."""
+    shapes = ((2 * width, width), (2 * width,))
+    parts = (_take(target, f"norm.modulation.{kind}", *shape) for kind, shape in zip(_KINDS, shapes, strict=True))
+    matrix, bias = (torch.cat([*reversed(part.chunk(2))]) for part in parts)
+    _store_modulation(target, "norm", matrix, bias, [[torch.ones(width), torch.zeros(width)]])
+
+
+def _store_modulation(
+    target: Checkpoint, name: str, matrix: Tensor, bias: Tensor, norms: Sequence[Sequence[Tensor]]
+) -> None:
+    parts = fold_norms(matrix, bias, norms)
+    target.weights |= {f"{name}.modulation.{kind}": part for kind, part in zip(_KINDS, parts, strict=True)}

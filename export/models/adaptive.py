@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.deferred import compute_deferred_tensor, defer_tensor
-from ..checkpoints.folders import Checkpoint
 from .decoder import Attention, Decoder, DecoderConfig
 
 _NUM_SAMPLES = 512  # number of pairs of class and position from which the range of normalised inputs is estimated
@@ -102,36 +101,30 @@ class AdaptiveDecoder(Decoder):
         return largest.amax(1)  # of [rows, samples]
 
 
-def fold_norm_into_modulation(checkpoint: Checkpoint, modulation: str, norms: Sequence[str], num_parts: int) -> None:
-    """Multiply a modulation's weights, so that its scale and shift replace a norm's weight w and bias b.
+def fold_norms(matrix: Tensor, bias: Tensor, norms: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Multiply weights and biases of norms into the linear layer that computes their shifts and scales.
 
-    A norm's output n w + b becomes (n w + b) (1 + scale) + shift, so the new scale is w (1 + scale), and the new shift
-    is b (1 + scale) + shift.
+    A norm with weight w and bias b gives (n w + b) (1 + scale) + shift. So the new scale is w (1 + scale), and the new
+    shift is b (1 + scale) + shift.
 
     Args:
-        modulation: name of a linear layer, whose outputs are for each of `norms` a shift, a scale, and `num_parts - 2`
-            other vectors.
-        norms: names of norms; they have no weight and bias if the checkpoint has none.
+        matrix: weight of the linear layer, `[outputs, width]`. The outputs are, for each norm, a shift, a scale and
+            perhaps a gate, each `[width]`.
+        bias: bias of the linear layer, `[outputs]`.
+        norms: weight and bias of each norm, `[width]`.
+
+    Returns:
+        The new weight, which is deferred, and the new bias, both float32.
     """
-    weights = checkpoint.weights
-    matrix, vector = (weights[f"{modulation}.{kind}"] for kind in ("weight", "bias"))
     width = matrix.shape[1]
-    affine = [
-        (
-            weights.pop(f"{norm}.weight", torch.ones(width)),
-            weights.pop(f"{norm}.bias", torch.zeros(width)),
-        )
-        for norm in norms
-    ]
 
     def fold(outputs: Tensor, one: float) -> Tensor:
-        """Fold the norms into rows of outputs `[outputs, any]`; `one` is added to a scale."""
-        parts = compute_deferred_tensor(outputs).float().view(len(norms), num_parts, width, -1).clone()
-        for part, (weight, bias) in zip(parts, affine, strict=True):
+        """Fold the norms into `outputs [outputs, any]`; `one` is added to scales."""
+        parts = compute_deferred_tensor(outputs).float().view(len(norms), -1, width, outputs[0].numel()).clone()
+        for part, (norm_weight, norm_bias) in zip(parts, norms, strict=True):
             scale = part[1] + one
-            part[0] += bias.float()[:, None] * scale
-            part[1] = weight.float()[:, None] * scale
+            part[0] += norm_bias.float()[:, None] * scale
+            part[1] = norm_weight.float()[:, None] * scale
         return parts.view(outputs.shape)
 
-    weights[f"{modulation}.weight"] = defer_tensor(lambda: fold(matrix, 0.0), matrix.shape, torch.float32)
-    weights[f"{modulation}.bias"] = fold(vector, 1.0)
+    return defer_tensor(lambda: fold(matrix, 0.0), matrix.shape, torch.float32), fold(bias, 1.0)
