@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..methods import FrozenModel
+from ..methods import ExtendedModel
 from .numbers import Count, SmallCount
 
 EXPORT_AGAIN = "export the bundle again"
@@ -16,7 +16,7 @@ Rotary = Literal["grid", "sequence", "grids", "learned"]
 Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
-class Architecture(FrozenModel):
+class Architecture(ExtendedModel):
     """Architecture of a decoder model, the target or the drafter, from which graphs for GPUs are written.
 
     Args:
@@ -38,6 +38,8 @@ class Architecture(FrozenModel):
         conditions: number of classes, and the absence of a class, on which adaptive norms and gates of layers depend
             (RAR); 0: layers depend on hidden states only.
     """
+
+    added_fields = frozenset({"conditions"})
 
     intermediate_size: Count
     norm_eps: Positive
