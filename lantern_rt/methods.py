@@ -24,7 +24,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
-CfgSchedule = Literal["constant", "linear"]
 Residual = Literal["aggregated", "neighborhood"]
 
 
@@ -37,6 +36,21 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
     )
+
+
+class ExtendedModel(FrozenModel):
+    """Base class of models with fields that were added later, which JSON omits if they have their defaults.
+
+    So bundles without these fields have the same bytes as before.
+    """
+
+    added_fields: ClassVar[frozenset[str]]
+
+    @model_serializer(mode="wrap")
+    def _omit_unset_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        unset = {name for name in self.added_fields if getattr(self, name) == type(self).model_fields[name].default}
+        return {name: value for name, value in fields.items() if name not in unset}
 
 
 def _check_temperature(temperature: float) -> float:
@@ -62,13 +76,22 @@ def _parse_cfg_tokens(value: Any) -> Any:
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
+def _check_cfg_schedule(schedule: str) -> str:
+    if not re.fullmatch(r"constant|linear|cosine-[0-9]{1,2}(\.[0-9]{1,6})?", schedule):
+        raise ValueError("expected constant, linear, or cosine and its power, such as cosine-2.75")
+    return schedule
+
+
+CfgSchedule = Annotated[str, AfterValidator(_check_cfg_schedule)]
+
+
 class SettableByRequest(NamedTuple):
     """Marks a sampling setting that requests may set; `metavar` is its placeholder in the command line's help."""
 
     metavar: str | None = None
 
 
-class Sampling(FrozenModel, strict=True):
+class Sampling(ExtendedModel, strict=True):
     """Sampling settings: how the logits of a token become a distribution.
 
     Attributes:
@@ -78,7 +101,8 @@ class Sampling(FrozenModel, strict=True):
             or a percentage of the image's tokens such as `"50%"`; None: all tokens. Later tokens are sampled from the
             conditional logits, without an unconditional row. LlamaGen's `cfg_interval` of n is a `cfg_tokens` of n + 2.
         cfg_schedule: schedule of the guidance scale within an image. `"linear"` gives token t of n tokens, from 1 in
-            generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. None: `"constant"`.
+            generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. `"cosine-P"` gives token t, from 0, the
+            scale 1 + (cfg_scale - 1) (1 - cos(pi (t / n)^P)) / 2, as in RAR. None: `"constant"`.
         cfg_final: guidance scale at the end of an image, as in Lumina-mGPT 2.0. A larger `cfg_scale` falls to this
             scale within the first rows, and a smaller `cfg_scale` is raised to it (`runtime/guidance.py`). None:
             `cfg_scale` holds for the whole image.
@@ -93,6 +117,8 @@ class Sampling(FrozenModel, strict=True):
             Negative logits are multiplied by the penalty instead. It is applied before guidance. None: no penalty.
     """
 
+    added_fields = frozenset({"min_p"})
+
     cfg_scale: Annotated[
         float,
         Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."),
@@ -105,8 +131,8 @@ class Sampling(FrozenModel, strict=True):
     ] = None
     cfg_schedule: Annotated[
         CfgSchedule | None,
-        Field(description="Linear: guidance grows from 1 to its scale within an image."),
-        SettableByRequest("constant|linear"),
+        Field(description="Linear, or cosine and a power: guidance grows from 1 to its scale within an image."),
+        SettableByRequest("constant|linear|cosine-POWER"),
     ] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
     temperature: Annotated[
@@ -136,12 +162,6 @@ class Sampling(FrozenModel, strict=True):
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
         SettableByRequest(),
     ] = None
-
-    @model_serializer(mode="wrap")
-    def _omit_unset_min_p(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Bundles without `min_p` have the same bytes as before the setting existed.
-        fields: dict[str, Any] = serialize(self)
-        return {name: value for name, value in fields.items() if (name, value) != ("min_p", None)}
 
     @property
     def last_cfg_scale(self) -> float:
