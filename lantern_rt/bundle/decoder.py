@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ..methods import FrozenModel
 from .numbers import Count, SmallCount
@@ -13,6 +13,7 @@ EXPORT_AGAIN = "export the bundle again"
 PrefixRotation = Literal["zero", "identity"]
 RopeStyle = Literal["interleaved", "half"]
 Rotary = Literal["grid", "sequence", "grids"]
+Activation = Literal["silu", "gelu-tanh"]
 Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
@@ -35,6 +36,7 @@ class Architecture(FrozenModel):
         head_hidden: width of the hidden layer in the output head (Janus); 0: the output head is linear.
         two_heads: whether a second output head gives logits for the cell below a code (NAR). Only the second head uses
             the last layer.
+        activation: activation of the gate in the feed-forward network; `gelu-tanh` is the approximation of GELU.
     """
 
     intermediate_size: Count
@@ -52,3 +54,10 @@ class Architecture(FrozenModel):
     post_norms: bool = False
     head_hidden: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     two_heads: bool = False
+    activation: Activation = "silu"
+
+    @model_serializer(mode="wrap")
+    def _omit_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Bundles without these settings have the same bytes as before the fields existed.
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if (name, value) not in [("activation", "silu")]}
