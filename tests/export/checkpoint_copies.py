@@ -32,6 +32,9 @@ EMU35_VQ = DATA / "emu3.5/vq"
 EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR = DATA / "simplear/model"
 COSMOS = DATA / "simplear/cosmos"
+PROLOGUE = DATA / "prologue/ar"
+PROLOGUE_VQ = DATA / "prologue/tokenizer"
+PROLOGUE_CONFIG = DATA / "prologue/config.json"
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Any], object]  # function that changes weights or a configuration in place
 

@@ -232,7 +232,7 @@ def test_verify_rejects_missing_and_additional_checkpoints(
 def test_verify_rejects_a_bundle_of_an_unknown_family(program: Any) -> None:
     code, _, err = program("verify", "scenes", C2I)
     assert code == 2
-    families = "llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3, emu35, simplear"
+    families = "llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3, emu35, simplear, prologue"
     assert f"found a bundle of family 'scenes', expected a bundle of {families}" in err
 
 
