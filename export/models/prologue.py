@@ -62,14 +62,14 @@ def read_folded_sizes(
 
     def pop(name: str, num_dimensions: int = 1) -> Tensor:
         checkpoint.get_shape(name, num_dimensions)  # raises an error for a missing weight or another shape
-        return weights.pop(name).float()
+        return weights.pop(name)
 
-    no_class = pop("condition.0.weight", 2)[:, -1] + pop("condition.0.bias")
+    no_class = pop("condition.0.weight", 2)[:, -1].float() + pop("condition.0.bias")
     normed = F.normalize(no_class, dim=0) * len(no_class) ** 0.5
-    condition = F.gelu(normed * (1 + pop("condition.1.weight")), approximate="tanh")
+    condition = F.gelu(normed * (1 + pop("condition.1.weight").float()), approximate="tanh")
 
     def modulate(name: str) -> Tensor:
-        product = pop(f"{name}.weight", 2) @ condition
+        product = pop(f"{name}.weight", 2).float() @ condition
         return product + pop(f"{name}.bias") if f"{name}.bias" in weights else product
 
     width, head_dim = checkpoint.get_shape("head.weight")[1], 0
@@ -81,10 +81,10 @@ def read_folded_sizes(
             for name in weights.keys() & {f"{at}{output}.{kind}" for kind in _KINDS}:
                 weights[name] = _multiply_rows(weights[name], gate)
         for kind in ("query", "key"):
-            norm = 1 + pop(f"{at}attention.{kind}_norm.weight")
+            norm = 1 + pop(f"{at}attention.{kind}_norm.weight").float()
             head_dim = len(norm)
             weights[f"{at}attention.{kind}_norm.weight"] = norm.repeat(width // head_dim, 1)
-        parts = [weights.pop(f"{at}attention.{part}.weight") for part in ("query", "key_value")]
+        parts = [pop(f"{at}attention.{part}.weight", 2) for part in ("query", "key_value")]
         weights[f"{at}attention.qkv.weight"] = defer_concatenation(parts)
         for name in weights.keys() & {f"{at}ffn.up_gate.{kind}" for kind in _KINDS}:
             halves = weights.pop(name).chunk(2)

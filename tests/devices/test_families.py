@@ -21,6 +21,7 @@ BUNDLE_FIXTURES = [
     "simplear_bundle",
     "par_bundle",
     "nar_bundle",
+    "prologue_bundle",
 ]
 
 

@@ -17,10 +17,14 @@ from guided_logits import make_sampler
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from lantern_rt import Pipeline, open_bundle
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.prologue import _DEFAULT_GUIDANCE, _GUIDANCE
+from lantern_rt.export.graph.precision import parse_precisions
 from lantern_rt.export.model import BundleContents
 from lantern_rt.export.models.decoder import EXCLUDED
+from lantern_rt.export.verify import verify_bundle
+from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.guidance import Guidance, apply_guidance
 from lantern_rt.runtime.raster import RasterLayout
@@ -154,6 +158,30 @@ def test_a_draft_tree_has_the_recorded_logits(prologue_bundle: Path, arrays: Arr
         out = runner.step(input_embeds=embeds, positions=positions, visible=arrays["tree_mask"] > 0)
         allowed = arrays["allowed"][positions] > 0
         assert_close(out["logits"][0][allowed], arrays["tree_logits"][row][allowed])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"target": "int8"},
+        {"target": "int8-weights"},
+        {"target": "int4-weights"},
+        {"compute": "float16", "vq": "fp16"},
+        {"compute": "bfloat16"},
+        {"vq": "int8"},
+    ],
+    ids=lambda choice: "-".join(choice.values()),
+)
+def test_exact_methods_agree_in_every_precision(tmp_path: Path, model: BundleContents, choice: dict[str, str]) -> None:
+    bundle = open_bundle(export_model(model, tmp_path / "bundle", precisions=parse_precisions(**choice)))
+    assert verify_bundle(bundle).passed
+    with Pipeline.from_bundle(bundle, threads=1) as pipe:
+        codes, windows = (
+            [codes.tolist() for codes in pipe(class_ids=[1, 2, 3, 4], seed=5, method=method).codes]
+            for method in ("ar", "sjd")
+        )
+    assert codes == windows
+    assert all(code < 96 for image in codes for code in image[5:])
 
 
 def test_schedules_have_the_scales_of_the_published_program(arrays: Arrays) -> None:
