@@ -53,9 +53,7 @@ def read_folded_sizes(
 ) -> dict[str, Any]:
     """Rename the weights of a transformer, fold its condition, and return fields of `DecoderConfig`.
 
-    Args:
-        prefix: of the names in the files.
-        rotated: field with how many numbers of a head each coordinate rotates, `published` of 64 in published models.
+    `rotated` is the field of how many numbers of a head a coordinate rotates, `published` of 64 in published models.
     """
     checkpoint.rename_weights({f"{ours}.{k}": f"{prefix}{name}.{k}" for ours, name in _NAMES.items() for k in _KINDS})
     weights = checkpoint.weights
@@ -181,14 +179,8 @@ def read_prologue_tokenizer(folder: Path, progress: Progress, settings: Config) 
     checkpoint.read_weights()
     checkpoint.sources = [*codebooks.sources, *checkpoint.sources]
     sizes = read_folded_sizes(checkpoint, "dec.", settings, "rotated_by_row", published=20)  # and as many by column
-    config = DecoderConfig(
-        **sizes,
-        vocab_size=visual + others + 1,
-        grid=isqrt(cells),
-        prefix=0,
-        spare_positions=0,
-        rope_base=2000.0,
-    )
+    sizes |= {"vocab_size": visual + others + 1, "grid": isqrt(cells), "rope_base": 2000.0}
+    config = DecoderConfig(**sizes, prefix=0, spare_positions=0)
     with skip_weight_allocation():
         decoder = PatchDecoder(config, code_width, isqrt(checkpoint.get_shape("head.weight")[0] // 3))
     vectors = [codebooks.weights[f"{kind}.embedding.weight"] for kind in _QUANTIZERS]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_copies import PROLOGUE, PROLOGUE_CONFIG, PROLOGUE_VQ, VQ, config_path
+from checkpoint_copies import VQ, config_path
 from goldens import DATA
 from published_host import SMALL_CHECKPOINTS
 
@@ -49,7 +49,6 @@ NAR = DATA / "nar/c2i/nar_c2i.pt"
 SOURCES = SMALL_CHECKPOINTS | {
     "par": lambda _: ({"target": PAR, "config": config_path(PAR), "vq": VQ}, {}),
     "nar": lambda _: ({"target": NAR, "config": config_path(NAR), "vq": VQ}, {}),
-    "prologue": lambda _: ({"target": PROLOGUE, "config": PROLOGUE_CONFIG, "vq": PROLOGUE_VQ}, {}),
 }
 PRECISIONS = {"int8": {"target": "int8"}, "fp16": {"compute": "float16", "vq": "fp16"}}
 
