@@ -24,6 +24,7 @@ FAMILIES = (
     "llamagen",
     "par",
     "nar",
+    "rar",
     "anole",
     "lumina",
     "lumina2",

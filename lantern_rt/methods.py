@@ -38,6 +38,18 @@ class FrozenModel(BaseModel):
     )
 
 
+class GrowingModel(FrozenModel):
+    """Model with fields that were added after the first bundles, and are not written while they have their defaults."""
+
+    later_fields: ClassVar[tuple[str, ...]]
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults_of_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        defaults = [(name, type(self).model_fields[name].default) for name in self.later_fields]
+        return {name: value for name, value in fields.items() if (name, value) not in defaults}
+
+
 def _check_temperature(temperature: float) -> float:
     if 0 < temperature < 1e-3:
         raise ValueError("expected a temperature of 0 (greedy) or 0.001 .. 1000")
@@ -77,7 +89,7 @@ class SettableByRequest(NamedTuple):
     metavar: str | None = None
 
 
-class Sampling(FrozenModel, strict=True):
+class Sampling(GrowingModel, strict=True):
     """Sampling settings: how the logits of a token become a distribution.
 
     Attributes:
@@ -104,6 +116,7 @@ class Sampling(FrozenModel, strict=True):
             Negative logits are multiplied by the penalty instead. It is applied before guidance. None: no penalty.
     """
 
+    later_fields = ("min_p",)
     cfg_scale: Annotated[
         float,
         Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."),
@@ -147,12 +160,6 @@ class Sampling(FrozenModel, strict=True):
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
         SettableByRequest(),
     ] = None
-
-    @model_serializer(mode="wrap")
-    def _omit_unset_min_p(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Bundles without `min_p` have the same bytes as before the setting existed.
-        fields: dict[str, Any] = serialize(self)
-        return {name: value for name, value in fields.items() if (name, value) != ("min_p", None)}
 
     @property
     def last_cfg_scale(self) -> float:

@@ -137,6 +137,7 @@ class PatchDecoder(nn.Module):
     """
 
     checkpoint: Checkpoint
+    rope: Tensor
 
     def __init__(self, config: DecoderConfig, code_width: int, patch: int) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class PatchDecoder(nn.Module):
         for layer in self.layers:
             x = layer(x, self.rope[None])
         grid = self.config.grid
-        patches = self.head(self.norm(x)).view(-1, grid, grid, self.patch, self.patch, 3)
+        patches: Tensor = self.head(self.norm(x)).view(-1, grid, grid, self.patch, self.patch, 3)
         return patches.permute(0, 5, 1, 3, 2, 4).reshape(-1, 3, grid * self.patch, grid * self.patch)
 
     def make_graph(self) -> Graph:

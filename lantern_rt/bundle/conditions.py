@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..methods import FrozenModel
+from ..methods import FrozenModel, GrowingModel
 from .numbers import Count, TokenId
 
 
@@ -37,15 +37,23 @@ class TokenLayout(FrozenModel):
         return self
 
 
-class ConditionSpec(FrozenModel):
+class ConditionSpec(GrowingModel):
     """Manifest entry of the condition, from which the graph `condition` computes the prefix embeddings."""
 
+    later_fields = ("positions_per_class",)
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count
     classes: Count | None = None
     caption_dim: Count | None = None
     cleaning: Literal["llamagen"] | None = None
     layout: TokenLayout | None = None
+    positions_per_class: Count | None = None
+
+    def find_first_position(self, class_id: int | None) -> int | None:
+        """Return the position of the first code of a class, None for no class; None: codes follow the prefix."""
+        if self.positions_per_class is None or self.classes is None:
+            return None
+        return (self.classes if class_id is None else class_id) * self.positions_per_class + self.prefix
 
     @model_validator(mode="after")
     def _check_fields_of_kind(self) -> ConditionSpec:

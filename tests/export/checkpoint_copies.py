@@ -35,6 +35,8 @@ COSMOS = DATA / "simplear/cosmos"
 PROLOGUE = DATA / "prologue/ar"
 PROLOGUE_VQ = DATA / "prologue/tokenizer"
 PROLOGUE_CONFIG = DATA / "prologue/config.json"
+RAR = DATA / "rar/rar_tiny.bin"
+MASKGIT_VQ = DATA / "rar/maskgit-vqgan-imagenet-f16-256.bin"
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Any], object]  # function that changes weights or a configuration in place
 

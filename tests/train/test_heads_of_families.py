@@ -32,7 +32,7 @@ from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, get_shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
-FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear", "prologue")
+FAMILIES = ("t2i", "rar", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear", "prologue")
 PROMPTS = ("a red cube", "sand on a cube", "red sand")
 IMAGES_PER_SHARD = 6
 NUM_IMAGES = 8  # compared with plain decoding
@@ -42,7 +42,7 @@ METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynam
 class TrainedBundle(NamedTuple):
     bundle: Path
     data: Path
-    prompts: Path | None  # None: classes
+    prompts: Path | None  # None: class ids
     printed: str
 
 
@@ -66,12 +66,10 @@ def trained_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp(request.param)
     bundle = Path(shutil.copytree(request.getfixturevalue(f"{request.param}_bundle"), folder / "bundle"))
     manifest = open_bundle(bundle).manifest
-    prompts: Path | None = folder / "prompts.txt"
-    if manifest.condition.kind == "class":
-        prompts = None
-    elif manifest.condition.kind != "embeddings":
-        (folder / "prompts.txt").write_text("\n".join(PROMPTS))
-    else:
+    prompts = None if manifest.condition.kind == "class" else folder / "prompts.txt"
+    if prompts is not None:
+        prompts.write_text("\n".join(PROMPTS))
+    if manifest.condition.kind == "embeddings":
         prompts = folder / "prompts.npz"
         shape = (3, manifest.condition.prefix, manifest.condition.caption_dim or 0)
         np.savez(prompts, embeddings=np.random.default_rng(0).standard_normal(shape, np.float32))
