@@ -23,6 +23,7 @@ from ..graph.conditions import ClassCondition
 from ..model import BundleContents
 from ..models.decoder import EXCLUDED, DecoderConfig
 from ..models.llama import load_llama_decoder
+from ..models.llamagen_vq import HALF_LEVEL
 from ..models.prologue import read_folded_sizes, read_prologue_tokenizer
 from .common import build_image_model, make_size
 
@@ -38,16 +39,13 @@ _GUIDANCE = {
 _DEFAULT_GUIDANCE = (2.25, 0.7, 0.225)  # that of the largest model
 _LABELS = "uncond_ar_labels"  # those of no class
 _KIND_DISTANCE = 10.0  # vectors of codes have the length 1
-# The published program truncates pixels to integers, but `output.images` rounds them. Subtracting half a level before
-# rounding gives the same integers.
-_HALF_LEVEL = 1 / 255
 
 
 def read_prologue(target: Checkpoint, vq: Path, *, config: Path | None = None) -> BundleContents:
     """Read Prologue; `vq` is the folder of its image tokenizer, and `config` a JSON file."""
     settings = Config(target.path, {}) if config is None else read_config(config)
     image_decoder, length, num_prologue_codes = read_prologue_tokenizer(vq, target.progress, settings)
-    image_decoder.head.bias.data = image_decoder.head.bias.data - _HALF_LEVEL
+    image_decoder.head.bias.data = image_decoder.head.bias.data - HALF_LEVEL
     image = image_decoder.config
     target.sources += [] if config is None else [("config", config)]
     target.read_weights(name_filter=lambda name: name != _LABELS)

@@ -98,8 +98,7 @@ def read_folded_sizes(
 
 
 def _multiply_rows(weight: Tensor, factors: Tensor) -> Tensor:
-    rows = factors.view(-1, *[1] * (weight.ndim - 1))
-    return defer_tensor(lambda: compute_deferred_tensor(weight).float() * rows, weight.shape, torch.float32)
+    return defer_tensor(lambda: (compute_deferred_tensor(weight).float().T * factors).T, weight.shape, torch.float32)
 
 
 class _ScaledNorm(RMSNorm):
