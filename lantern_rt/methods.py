@@ -38,16 +38,19 @@ class FrozenModel(BaseModel):
     )
 
 
-class GrowingModel(FrozenModel):
-    """Model with fields that were added after the first bundles, and are not written while they have their defaults."""
+class ExtendedModel(FrozenModel):
+    """Base class of models with fields that were added later, which JSON omits if they have their defaults.
 
-    later_fields: ClassVar[tuple[str, ...]]
+    So bundles without these fields have the same bytes as before.
+    """
+
+    added_fields: ClassVar[frozenset[str]]
 
     @model_serializer(mode="wrap")
-    def _omit_defaults_of_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_unset_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        defaults = [(name, type(self).model_fields[name].default) for name in self.later_fields]
-        return {name: value for name, value in fields.items() if (name, value) not in defaults}
+        unset = {name for name in self.added_fields if getattr(self, name) == type(self).model_fields[name].default}
+        return {name: value for name, value in fields.items() if name not in unset}
 
 
 def _check_temperature(temperature: float) -> float:
@@ -89,7 +92,7 @@ class SettableByRequest(NamedTuple):
     metavar: str | None = None
 
 
-class Sampling(GrowingModel, strict=True):
+class Sampling(ExtendedModel, strict=True):
     """Sampling settings: how the logits of a token become a distribution.
 
     Attributes:
@@ -116,7 +119,8 @@ class Sampling(GrowingModel, strict=True):
             Negative logits are multiplied by the penalty instead. It is applied before guidance. None: no penalty.
     """
 
-    later_fields = ("min_p",)
+    added_fields = frozenset({"min_p"})
+
     cfg_scale: Annotated[
         float,
         Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..methods import FrozenModel, GrowingModel
+from ..methods import ExtendedModel, FrozenModel
 from .numbers import Count, TokenId
 
 
@@ -37,10 +37,11 @@ class TokenLayout(FrozenModel):
         return self
 
 
-class ConditionSpec(GrowingModel):
+class ConditionSpec(ExtendedModel):
     """Manifest entry of the condition, from which the graph `condition` computes the prefix embeddings."""
 
-    later_fields = ("positions_per_class",)
+    added_fields = frozenset({"positions_per_class"})
+
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count
     classes: Count | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..methods import GrowingModel
+from ..methods import ExtendedModel
 from .numbers import Count, SmallCount
 
 EXPORT_AGAIN = "export the bundle again"
@@ -17,7 +17,7 @@ Activation = Literal["silu", "gelu-tanh"]
 Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
-class Architecture(GrowingModel):
+class Architecture(ExtendedModel):
     """Architecture of a decoder model, the target or the drafter, from which graphs for GPUs are written.
 
     Args:
@@ -36,12 +36,13 @@ class Architecture(GrowingModel):
         head_hidden: width of the hidden layer in the output head (Janus); 0: the output head is linear.
         two_heads: whether a second output head gives logits for the cell below a code (NAR). Only the second head uses
             the last layer.
-        activation: activation of the gate in the feed-forward network; `gelu-tanh` is the approximation of GELU.
         conditions: number of classes, and the absence of a class, on which adaptive norms and gates of layers depend
             (RAR); 0: layers depend on hidden states only.
+        activation: activation of the gate in the feed-forward network; `gelu-tanh` is the approximation of GELU.
     """
 
-    later_fields = ("conditions", "activation")
+    added_fields = frozenset({"conditions", "activation"})
+
     intermediate_size: Count
     norm_eps: Positive
     num_heads: SmallCount
