@@ -105,7 +105,7 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens
             checks the prompt of every request later.
     """
     manifest = bundle.manifest
-    roles = ["target", "condition", "vq_decoder"]
+    roles = ["target", "prefix", "condition", "vq_decoder"]
     if _uses_drafter_graph(settings):
         roles.insert(1, "drafter")
     weights = sum(count_weight_bytes(bundle, role) for role in roles if role in manifest.files)
@@ -170,7 +170,7 @@ def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has.
     """
     manifest = bundle.manifest
-    decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(graph_role)
+    decoder = manifest.decoders.get(graph_role)
     precision = decoder.precision if decoder else manifest.vq_precision if graph_role == "vq_decoder" else None
     if precision in (*INTEGER_WEIGHTS, INT8):
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (graph_role, f"{graph_role}.data"))

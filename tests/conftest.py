@@ -412,6 +412,15 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def gear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export GEAR-T2I with its text encoder: 17 text tokens, 4 x 4 codes."""
+    folder = DATA / "gear-t2i"
+    files = {"target": folder / "gear-t2i-gpic-1b.pt", "vq": folder / "gear-vq.pt"}
+    files |= {"text_encoder": folder / "text_encoder", "config": folder / "config.json"}
+    return _export_family(tmp_path_factory, "gear", files, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
 def nar_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export class-conditional NAR: 10 classes, 8 x 8 codes."""
     return _export_grouped_family(tmp_path_factory, "nar", DATA / "nar/c2i/nar_c2i.pt")

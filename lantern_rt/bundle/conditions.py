@@ -46,12 +46,14 @@ class ConditionSpec(FrozenModel):
     caption_dim: Count | None = None
     cleaning: Literal["llamagen"] | None = None
     layout: TokenLayout | None = None
+    padding: TokenId | None = None
 
     @model_validator(mode="after")
     def _check_fields_of_kind(self) -> ConditionSpec:
         for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
             if (getattr(self, field) is not None) != (self.kind == kind):
                 raise ValueError(f"`{field}` is required for kind `{kind}` and not allowed for other kinds")
-        if self.cleaning is not None and self.kind != "text":
-            raise ValueError("`cleaning` is only allowed for kind `text`")
+        for name in ("cleaning", "padding"):
+            if getattr(self, name) is not None and self.kind != "text":
+                raise ValueError(f"`{name}` is only allowed for kind `text`")
         return self

@@ -12,7 +12,7 @@ from toy_engine import ToyModel, collect_codes, decode
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling
 from lantern_rt.runtime.engine import HiddenStateView, PassInput, PassOutput
-from lantern_rt.runtime.passes import PrefixBatch, stack_padding_masks
+from lantern_rt.runtime.passes import PrefixBatch, stack_masks
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
@@ -70,7 +70,7 @@ def test_a_prefill_pads_rows_to_one_length_and_masks_padding() -> None:
     engine = SumEngine()
     rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
     padding = [np.array([True, False, False, False]), np.zeros(2, bool)]
-    hidden = stack_padding_masks(padding)
+    hidden = stack_masks(padding)
     assert hidden.tolist() == [[True, False, False, False], [False] * 4]
     prefixes = PrefixBatch([PrefixRow(row, ~is_padding) for row, is_padding in zip(rows, padding, strict=True)])
     batch = prefixes.build_prefill_input(engine, engine.make_cache(2, 10))
