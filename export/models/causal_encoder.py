@@ -106,7 +106,8 @@ def write_causal_encoder(ops: ExportGraphWriter, encoder: CausalEncoder) -> str:
 
     is_text = ops.op("Cast", append("token_mask", 0), to=9)
     is_empty_text = ops.op("Cast", append(ops.op("Mul", "token_mask", ops.int_vector(0)), 1), to=9)
-    counts = ops.op("CumSum", append("token_mask", 0), ops.int_vector(1))
+    axis = ops.add_weight("axis", torch.tensor(1))
+    counts = ops.op("CumSum", append("token_mask", 0), axis)
     places = ops.op("Sub", counts, ops.int_vector(1))
     positions = ops.op("Where", is_text, places, ops.int_vector(config.prefix - 1), name="position_ids")
     in_rows, in_columns = (ops.op("Unsqueeze", positions, ops.int_vector(axis)) for axis in (2, 1))

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_copies import GEAR, GEAR_FILES, copy_gear
+from device_pipeline import load_device_pipeline
 from family_readers import read_gear
-from goldens import DATA, GUIDED_TOLERANCE, Arrays, GraphRunner, assert_close, load_golden, mix_guided
+from goldens import DATA, GUIDED_TOLERANCE, Arrays, GraphRunner, assert_close, load_golden, mix_guided, read_manifest
 from guided_logits import make_sampler
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.export.compare import GraphFileSession, convert_weights
+from lantern_rt.export.graph.precision import parse_precisions
 from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
@@ -31,7 +35,7 @@ CAPTIONS: list[str] = TRACES["captions"]
 RUNS: list[dict[str, Any]] = TRACES["runs"]
 BIDIRECTIONAL = next(run for run in RUNS if run["text_attn"] == "prefix")
 LENGTH = 17  # of the prefix
-PAIR = slice(0, 2)  # the conditional and the unconditional row
+TARGET_DATA = "target.onnx.data"
 
 
 @pytest.fixture(scope="module")
@@ -271,10 +275,11 @@ def test_bidirectional_text_has_the_recorded_logits(gear_bundle: Path, arrays: A
         assert guided.argmax(1).tolist() == ids
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("method", ["ar", "sjd:window=3", "sjd:window=7"])
-def test_exact_methods_generate_the_recorded_codes(bundles: dict[int, Path], method: str) -> None:
+def test_exact_methods_generate_the_recorded_codes(bundles: dict[int, Path], method: str, on_device: bool) -> None:
     for grid, bundle in bundles.items():
-        with Pipeline.from_bundle(bundle, threads=1) as pipe:
+        with load_device_pipeline(bundle) if on_device else Pipeline.from_bundle(bundle, threads=1) as pipe:
             for run in RUNS:
                 if run["grid"] != grid or run["sample"] or run is BIDIRECTIONAL:
                     continue
@@ -282,6 +287,37 @@ def test_exact_methods_generate_the_recorded_codes(bundles: dict[int, Path], met
                 settings = {"cfg_scale": run["cfg"], "cfg_tokens": tokens, "temperature": 0, "method": method}
                 result = pipe([CAPTIONS[caption] for caption in run["captions"]], **settings)
                 assert [codes.ravel().tolist() for codes in result.codes] == run["ids"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8-weights", "int4-weights", "int8"])
+def test_exact_methods_generate_equal_images_in_every_precision(tmp_path: Path, precision: str) -> None:
+    bundle = export_model(
+        read_gear(GEAR, **GEAR_FILES), tmp_path / "bundle", precisions=parse_precisions(precision), force=True
+    )
+    manifest = read_manifest(bundle)
+    assert manifest.target.precision == precision
+    with Pipeline.from_bundle(bundle, threads=1) as pipe:
+        expected, *others = (
+            pipe(CAPTIONS, seed=[1, 2, 3], method=method).codes for method in ("ar", "sjd:window=3", "sjd:window=7")
+        )
+    for codes in others:
+        np.testing.assert_array_equal(codes, expected)
+
+
+def test_the_prefix_graph_reads_weights_from_the_targets_file(
+    gear_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lantern_rt.export.graph.graph_file._MIN_EXTERNAL", 0)
+    bundle = export_model(read_gear(GEAR, **GEAR_FILES), tmp_path / "bundle")
+    target, prefix = (StoredWeights(bundle / f"{role}.onnx") for role in ("target", "prefix"))
+    own = {name for name, weight in prefix.items() if weight.external_data and weight.external_data[0] != TARGET_DATA}
+    assert own == {f"layers.{i}.attention.{part}.weight" for i in (0, 1) for part in ("qkv", "out")} | {
+        f"rotary.{part}" for part in ("cos", "sin")
+    }
+    assert target["layers.0.ffn.up.weight"].external_data == prefix["layers.0.ffn.up.weight"].external_data
+    codes = [Pipeline.from_bundle(folder, threads=1)(CAPTIONS, seed=4).codes for folder in (bundle, gear_bundle)]
+    np.testing.assert_array_equal(*codes)
+    assert open_bundle(bundle).manifest.files["prefix.data"].bytes < bundle.joinpath(TARGET_DATA).stat().st_size
 
 
 # ---------------------------------------------------------------- images

@@ -31,9 +31,9 @@ from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, get_shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
-FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
+FAMILIES = ("t2i", "gear", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
 PROMPTS = ("a red cube", "sand on a cube", "red sand")
-IMAGES_PER_SHARD = 6
+IMAGES_PER_SHARD = 16
 NUM_IMAGES = 8  # compared with plain decoding
 METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")
 
