@@ -167,12 +167,13 @@ def estimate_forward_pass_memory(
 def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     """Compute how many bytes of memory the weights of a graph take in ONNX Runtime on a CPU.
 
-    ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has.
+    ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has. The graph
+    `prefix` maps the weights that the target's file has.
     """
     manifest = bundle.manifest
     decoder = manifest.decoders.get(graph_role)
     precision = decoder.precision if decoder else manifest.vq_precision if graph_role == "vq_decoder" else None
-    if precision in (*INTEGER_WEIGHTS, INT8):
+    if precision in (*INTEGER_WEIGHTS, INT8) or graph_role == "prefix":
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (graph_role, f"{graph_role}.data"))
     path = bundle.path(graph_role)
     weights = StoredWeights(path).count_float_elements()

@@ -44,7 +44,8 @@ class OrtEngine:
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._prefix_graph = self._graph
         if prefix_path is not None:
-            self._prefix_graph = GraphSession(prefix_path, inputs, outputs, threads, provider)
+            # Most weights are the target's. Prepacked, they would take as much memory again, for one pass per image.
+            self._prefix_graph = GraphSession(prefix_path, inputs, outputs, threads, provider, prepack=False)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
         self._embedding_table = code_embeddings

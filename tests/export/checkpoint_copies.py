@@ -33,9 +33,10 @@ EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR = DATA / "simplear/model"
 COSMOS = DATA / "simplear/cosmos"
 GEAR = DATA / "gear-t2i/gear-t2i-gpic-1b.pt"
+QWEN3 = DATA / "gear-t2i/text_encoder"
 GEAR_FILES: dict[str, Any] = {
     "vq": DATA / "gear-t2i/gear-vq.pt",
-    "text_encoder": DATA / "gear-t2i/text_encoder",
+    "text_encoder": QWEN3,
     "config": DATA / "gear-t2i/config.json",
 }
 Weights = dict[str, torch.Tensor]

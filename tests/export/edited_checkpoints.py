@@ -17,6 +17,8 @@ from checkpoint_copies import (
     EMU3,
     EMU35,
     EMU35_VQ,
+    GEAR,
+    GEAR_FILES,
     GLM_IMAGE,
     JANUS,
     JANUS_CONVERTED,
@@ -24,6 +26,7 @@ from checkpoint_copies import (
     LUMINA,
     LUMINA2,
     MOVQGAN,
+    QWEN3,
     SIMPLEAR,
     T2I,
     VQ,
@@ -31,6 +34,7 @@ from checkpoint_copies import (
     config_path,
     copy_as_shards,
     copy_checkpoint,
+    copy_gear,
     copy_json,
     copy_published_emu3,
     copy_weights,
@@ -39,6 +43,7 @@ from family_readers import (
     read_anole,
     read_emu3,
     read_emu35,
+    read_gear,
     read_glm_image,
     read_janus,
     read_llamagen,
@@ -65,6 +70,7 @@ READERS: dict[Path, Reader] = {
     SIMPLEAR: lambda target: read_simplear(target, COSMOS, grid=4),
     JANUS: read_janus,
     JANUS_CONVERTED: read_janus,
+    QWEN3: lambda text_encoder: read_gear(GEAR, **GEAR_FILES | {"text_encoder": text_encoder}),
     GLM_IMAGE: lambda target: read_glm_image(target, grid=2),
 }
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
@@ -130,6 +136,11 @@ def edit_llamagen(edit: Any = None, **fields: Any) -> Reader:
         copy_weights(folder, C2I, edit or (lambda weights: None)),
         config=copy_json(config_path(C2I), folder / "config.json", **fields),
     )
+
+
+def edit_gear(edit: Any = None, **arguments: Any) -> Reader:
+    """Return a reader of GEAR-T2I with edited weights and other training arguments; None removes an argument."""
+    return lambda folder: read_gear(copy_gear(folder, edit or (lambda weights: None), **arguments), **GEAR_FILES)
 
 
 def edit_groups(

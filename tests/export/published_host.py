@@ -20,6 +20,8 @@ from checkpoint_copies import (
     DRAFTER,
     EMU35,
     EMU35_VQ,
+    GEAR,
+    GEAR_FILES,
     GLM_IMAGE,
     JANUS,
     LUMINA,
@@ -81,6 +83,7 @@ def list_emu35_sources(folder: Path) -> ExportSources:
 SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
     "llamagen": lambda _: ({"target": C2I, "vq": VQ, "config": config_path(C2I)}, {}),
     "text": list_text_to_image_llamagen_sources,
+    "gear": lambda _: ({"target": GEAR, **GEAR_FILES}, {}),
     "anole": lambda _: ({"target": ANOLE, "vq": VQGAN / "vqgan.ckpt", "drafter": ANOLE_DRAFTER}, {"grid": 8}),
     "lumina": list_lumina_sources,
     "lumina2": lambda _: ({"target": LUMINA2, "vq": MOVQGAN / "movqgan_270M.ckpt"}, {"grid": 8}),
