@@ -49,8 +49,8 @@ class OrtEngine:
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
         self._embedding_table = code_embeddings
-        # Whether the target's graph ran, and the shape of its attention mask, of passes whose outputs were checked.
-        self._checked_shapes: set[tuple[int, ...]] = set()
+        # Graph, and shape of the attention mask, of passes whose outputs were checked.
+        self._checked_shapes: set[tuple[GraphSession, tuple[int, ...]]] = set()
 
     def make_cache(self, rows: int, capacity: int) -> Cache:
         spec = self.spec
@@ -67,7 +67,7 @@ class OrtEngine:
         feeds.update(zip(self._past, (tensor[:past_length] for tensor in kv_cache.tensors), strict=True))
         graph = self._graph if batch.embeds is None else self._prefix_graph
         # Outputs of a shape are checked once, as checks take time in every pass.
-        checked = (graph is self._graph, *batch.attention_mask.shape)
+        checked = graph, batch.attention_mask.shape
         run = graph.run if checked in self._checked_shapes else graph.run_and_check
         logits, features, *new_kv = run(feeds)
         self._checked_shapes.add(checked)

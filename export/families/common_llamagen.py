@@ -15,18 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ..checkpoints.files import Config, read_config, read_training_arguments
 from ..checkpoints.folders import Checkpoint
-from ..graph.conditions import (
-    CaptionCondition,
-    CaptionProjection,
-    ClassCondition,
-    PromptCondition,
-    make_text_condition,
-)
+from ..graph.conditions import CaptionCondition, CaptionProjection, ClassCondition, make_text_condition
 from ..model import BundleContents
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.llama import (
@@ -173,42 +166,28 @@ def read_llamagen_transformer(
 
 
 def build_llamagen_model(
-    transformer: LlamaGenTransformer,
-    vq: Path,
-    *,
-    weights: str | None,
-    text_encoder: Path | None = None,
-    condition: PromptCondition | None = None,
-    **fields: Any,
+    transformer: LlamaGenTransformer, vq: Path, *, weights: str | None, text_encoder: Path | None = None, **fields: Any
 ) -> BundleContents:
-    """Return the contents of a bundle with LlamaGen's image tokenizer. `fields` are for `build_image_model`.
-
-    Without a `condition`, the bundle has LlamaGen's.
-    """
+    """Return the contents of a bundle with LlamaGen's image tokenizer. `fields` are for `build_image_model`."""
     checkpoint = transformer.decoder.checkpoint
     image_tokenizer = read_llamagen_vq(vq, checkpoint.progress, checkpoint.prefer_ema)
-    condition = condition or _make_condition(transformer.condition, text_encoder, checkpoint.progress)
+    module = transformer.condition
+    assert isinstance(module, ClassCondition | CaptionCondition)
+    if text_encoder is None:
+        condition = module.make_condition()
+    elif isinstance(module, ClassCondition):
+        raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
+    else:
+        encoder = read_text_encoder(text_encoder, module.uncond.shape[1], checkpoint.progress)
+        condition = make_text_condition(encoder.encoder, encoder.tokenizer, module)._replace(sources=encoder.sources)
     model = build_image_model(
         decoder=transformer.decoder,
-        prefix_decoder=transformer.prefix_decoder,
         code_embeddings=transformer.code_embeddings,
         condition=condition,
         vq=image_tokenizer,
         **fields,
     )
     return replace(model, weights=weights)
-
-
-def _make_condition(
-    module: ClassCondition | CaptionProjection, text_encoder: Path | None, progress: Progress
-) -> PromptCondition:
-    if isinstance(module, CaptionCondition) and text_encoder is not None:
-        encoder = read_text_encoder(text_encoder, module.uncond.shape[1], progress)
-        return make_text_condition(encoder.encoder, encoder.tokenizer, module)._replace(sources=encoder.sources)
-    if text_encoder is not None:
-        raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
-    assert isinstance(module, ClassCondition | CaptionCondition)
-    return module.make_condition()
 
 
 def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGenVariant) -> tuple[Config, bool]:

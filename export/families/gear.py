@@ -15,7 +15,9 @@ from ..family import ModelFamily
 from ..graph.conditions import ClassCondition, make_causal_text_condition
 from ..model import BundleContents
 from ..models.causal_encoder import read_qwen3_encoder
-from .common_llamagen import LlamaGenVariant, PublishedModelSize, build_llamagen_model, read_llamagen_transformer
+from ..models.vq_checkpoints import read_llamagen_vq
+from .common import build_image_model
+from .common_llamagen import LlamaGenVariant, PublishedModelSize, read_llamagen_transformer
 
 _PARTS = ("attention_norm", "attention.qkv", "attention.out")
 _FILE_PARTS = ("attention_norm_text", "attention.wqkv_text", "attention.wo_text")
@@ -47,11 +49,12 @@ def read_gear(
         raise target.make_error(found=found, expected=f"weights for text in the first {count} layers")
     encoder = read_qwen3_encoder(text_encoder, captions.first.shape[1], sizes.prefix, target.progress)
     condition = make_causal_text_condition(encoder.encoder, encoder.tokenizer, captions)
-    return build_llamagen_model(
-        transformer,
-        vq,
-        weights=None,
+    return build_image_model(
+        decoder=transformer.decoder,
+        prefix_decoder=transformer.prefix_decoder,
+        code_embeddings=transformer.code_embeddings,
         condition=condition._replace(sources=encoder.sources),
+        vq=read_llamagen_vq(vq, target.progress, averaged=True),
         sampling=Sampling(cfg_scale=4.0),
     )
 

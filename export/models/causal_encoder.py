@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from ..graph.onnx_ops import ExportGraphWriter
 from ..progress import ignore_progress
 from .decoder import DecoderConfig, LayerStack, RMSNorm
 from .llama import make_decoder_config, rename_llama_weights
+from .t5 import LoadedTextEncoder
 
 _HIDDEN = -1e9  # added to the scores of hidden columns; finite, as in the other graphs
 
@@ -54,16 +54,10 @@ class CausalEncoder(LayerStack):
         return states
 
 
-class LoadedCausalEncoder(NamedTuple):
-    encoder: CausalEncoder
-    tokenizer: bytes  # content of `tokenizer.json`
-    sources: list[tuple[str, Path]]
-
-
 @wrap_reader_errors
 def read_qwen3_encoder(
     folder: Path, width: int, max_tokens: int, progress: Progress = ignore_progress
-) -> LoadedCausalEncoder:
+) -> LoadedTextEncoder:
     """Read the text encoder of a folder such as Qwen3-1.7B, whose states must have a `width`."""
     checkpoint = Checkpoint(folder, "text_encoder", progress)
     config = checkpoint.read_model_config("Qwen/Qwen3-1.7B", "qwen3")
@@ -81,15 +75,12 @@ def read_qwen3_encoder(
     padding = names.get(settings.get("pad_token", ""))
     if padding is None:
         raise settings.make_error("pad_token", expected=f"a token of {tokenizer.name}")
-    # The encoder has no head, which `tie_word_embeddings` is about.
-    layers = Config(
-        config.path, {name: value for name, value in config.values.items() if name != "tie_word_embeddings"}
-    )
-    sizes = replace(make_decoder_config(checkpoint, layers, tokens, grid=1), prefix=max_tokens)
+    values = {**config.values, "tie_word_embeddings": None}  # an encoder has no head
+    sizes = make_decoder_config(checkpoint, Config(config.path, values), tokens, grid=1)
     with skip_weight_allocation():
-        encoder = CausalEncoder(sizes, padding)
+        encoder = CausalEncoder(replace(sizes, prefix=max_tokens), padding)
     checkpoint.load_module_weights(encoder)
-    return LoadedCausalEncoder(encoder, tokenizer.read_bytes(), checkpoint.sources)
+    return LoadedTextEncoder(encoder, tokenizer.read_bytes(), checkpoint.sources)
 
 
 class _EncoderWriter(CPUDecoderWriter):
