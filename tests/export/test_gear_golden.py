@@ -289,6 +289,20 @@ def test_exact_methods_generate_the_recorded_codes(bundles: dict[int, Path], met
                 assert [codes.ravel().tolist() for codes in result.codes] == run["ids"]
 
 
+def test_prompts_may_be_token_ids_and_a_negative_prompt_replaces_the_empty_one(
+    gear_bundle: Path, arrays: Arrays
+) -> None:
+    ids = arrays["prompt_ids"][0][arrays["prompt_mask"][0] > 0].tolist()
+    with Pipeline.from_bundle(gear_bundle, threads=1) as pipe:
+        plain = pipe(CAPTIONS[0], seed=1).codes
+        np.testing.assert_array_equal(pipe(token_ids=ids, seed=1).codes, plain)
+        negative = pipe(CAPTIONS[0], seed=1, negative_prompt=CAPTIONS[1]).codes
+        assert not np.array_equal(negative, plain)
+        np.testing.assert_array_equal(
+            pipe(CAPTIONS[0], seed=1, negative_prompt=CAPTIONS[1], method="ar").codes, negative
+        )
+
+
 @pytest.mark.parametrize("precision", ["fp16", "int8-weights", "int4-weights", "int8"])
 def test_exact_methods_generate_equal_images_in_every_precision(tmp_path: Path, precision: str) -> None:
     bundle = export_model(
