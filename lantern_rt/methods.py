@@ -38,6 +38,21 @@ class FrozenModel(BaseModel):
     )
 
 
+class ExtendedModel(FrozenModel):
+    """Base class of models with fields that were added later, which JSON omits if they have their defaults.
+
+    So bundles without these fields have the same bytes as before.
+    """
+
+    added_fields: ClassVar[frozenset[str]]
+
+    @model_serializer(mode="wrap")
+    def _omit_unset_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        unset = {name for name in self.added_fields if getattr(self, name) == type(self).model_fields[name].default}
+        return {name: value for name, value in fields.items() if name not in unset}
+
+
 def _check_temperature(temperature: float) -> float:
     if 0 < temperature < 1e-3:
         raise ValueError("expected a temperature of 0 (greedy) or 0.001 .. 1000")
@@ -76,7 +91,7 @@ class SettableByRequest(NamedTuple):
     metavar: str | None = None
 
 
-class Sampling(FrozenModel, strict=True):
+class Sampling(ExtendedModel, strict=True):
     """Sampling settings: how the logits of a token become a distribution.
 
     Attributes:
@@ -101,6 +116,8 @@ class Sampling(FrozenModel, strict=True):
         repetition_penalty: divisor of the conditional logits of tokens that the image already contains, 0.01 .. 100.
             Negative logits are multiplied by the penalty instead. It is applied before guidance. None: no penalty.
     """
+
+    added_fields = frozenset({"min_p"})
 
     cfg_scale: Annotated[
         float,
@@ -145,12 +162,6 @@ class Sampling(FrozenModel, strict=True):
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
         SettableByRequest(),
     ] = None
-
-    @model_serializer(mode="wrap")
-    def _omit_unset_min_p(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Bundles without `min_p` have the same bytes as before the setting existed.
-        fields: dict[str, Any] = serialize(self)
-        return {name: value for name, value in fields.items() if (name, value) != ("min_p", None)}
 
     @property
     def last_cfg_scale(self) -> float:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..methods import FrozenModel
+from ..methods import ExtendedModel, FrozenModel
 from .numbers import Count, TokenId
 
 
@@ -37,8 +37,10 @@ class TokenLayout(FrozenModel):
         return self
 
 
-class ConditionSpec(FrozenModel):
+class ConditionSpec(ExtendedModel):
     """Manifest entry of the condition, from which the graph `condition` computes the prefix embeddings."""
+
+    added_fields = frozenset({"padding"})
 
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count
