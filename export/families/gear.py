@@ -19,12 +19,15 @@ from ..models.vq_checkpoints import read_llamagen_vq
 from .common import build_image_model
 from .common_llamagen import LlamaGenVariant, PublishedModelSize, read_llamagen_transformer
 
-_PARTS = ("attention_norm", "attention.qkv", "attention.out")
-_FILE_PARTS = ("attention_norm_text", "attention.wqkv_text", "attention.wo_text")
-_NAMES = zip(_PARTS, _FILE_PARTS, strict=True)
+# Names in the files of the modules of a layer that text has for itself, by their names in the decoder.
+_TEXT_MODULES = {
+    "attention_norm": "attention_norm_text",
+    "attention.qkv": "attention.wqkv_text",
+    "attention.out": "attention.wo_text",
+}
 _VARIANT = LlamaGenVariant(
     published_sizes=(PublishedModelSize(36, 1440, 20, (), (16,)),),
-    prefix_weights={f"layers.*.{ours}.weight": f"layers.*.{theirs}.weight" for ours, theirs in _NAMES},
+    prefix_weights={f"layers.*.{ours}.weight": f"layers.*.{theirs}.weight" for ours, theirs in _TEXT_MODULES.items()},
 )
 
 
@@ -43,7 +46,7 @@ def read_gear(
     sizes = transformer.decoder.config
     text = transformer.prefix_decoder.checkpoint
     count = max(1, round(sizes.num_layers / 3))
-    names = {f"layers.{i}.{part}.weight" for i in range(count) for part in _PARTS}
+    names = {f"layers.{i}.{part}.weight" for i in range(count) for part in _TEXT_MODULES}
     if differing := names ^ text.weights.keys():
         found = f"missing or unexpected: {format_names({text.get_stored_name(name) for name in differing})}"
         raise target.make_error(found=found, expected=f"weights for text in the first {count} layers")
