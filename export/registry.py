@@ -25,6 +25,7 @@ FAMILIES = (
     "gear",
     "par",
     "nar",
+    "rar",
     "anole",
     "lumina",
     "lumina2",

@@ -40,7 +40,7 @@ class TokenLayout(FrozenModel):
 class ConditionSpec(ExtendedModel):
     """Manifest entry of the condition, from which the graph `condition` computes the prefix embeddings."""
 
-    added_fields = frozenset({"padding"})
+    added_fields = frozenset({"padding", "positions_per_class"})
 
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count
@@ -49,6 +49,13 @@ class ConditionSpec(ExtendedModel):
     cleaning: Literal["llamagen"] | None = None
     layout: TokenLayout | None = None
     padding: TokenId | None = None
+    positions_per_class: Count | None = None
+
+    def find_first_position(self, class_id: int | None) -> int | None:
+        """Return the position of the first code of a class, None for no class; None: codes follow the prefix."""
+        if self.positions_per_class is None or self.classes is None:
+            return None
+        return (self.classes if class_id is None else class_id) * self.positions_per_class + self.prefix
 
     @model_validator(mode="after")
     def _check_fields_of_kind(self) -> ConditionSpec:

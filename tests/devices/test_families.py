@@ -21,6 +21,7 @@ BUNDLE_FIXTURES = [
     "simplear_bundle",
     "gear_bundle",
     "par_bundle",
+    "rar_bundle",
     "nar_bundle",
 ]
 

@@ -39,6 +39,8 @@ GEAR_FILES: dict[str, Any] = {
     "text_encoder": QWEN3,
     "config": DATA / "gear-t2i/config.json",
 }
+RAR = DATA / "rar/rar_tiny.bin"
+MASKGIT_VQ = DATA / "rar/maskgit-vqgan-imagenet-f16-256.bin"
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Any], object]  # function that changes weights or a configuration in place
 

@@ -26,7 +26,9 @@ from checkpoint_copies import (
     JANUS,
     LUMINA,
     LUMINA2,
+    MASKGIT_VQ,
     MOVQGAN,
+    RAR,
     SIMPLEAR,
     T2I,
     VQ,
@@ -82,6 +84,7 @@ def list_emu35_sources(folder: Path) -> ExportSources:
 # By family: function that returns small checkpoints, and writes missing files to its folder.
 SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
     "llamagen": lambda _: ({"target": C2I, "vq": VQ, "config": config_path(C2I)}, {}),
+    "rar": lambda _: ({"target": RAR, "vq": MASKGIT_VQ}, {}),
     "text": list_text_to_image_llamagen_sources,
     "gear": lambda _: ({"target": GEAR, **GEAR_FILES}, {}),
     "anole": lambda _: ({"target": ANOLE, "vq": VQGAN / "vqgan.ckpt", "drafter": ANOLE_DRAFTER}, {"grid": 8}),
