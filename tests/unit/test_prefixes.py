@@ -84,6 +84,15 @@ def test_a_prefill_pads_rows_to_one_length_and_masks_padding() -> None:
     assert mask_of_new_nodes[1].tolist() == np.tri(4, dtype=bool).tolist()
 
 
+def test_padding_at_the_end_of_a_short_row_attends_to_the_row_alone() -> None:
+    engine = SumEngine()
+    is_real = [np.ones(4, bool), np.array([True, False])]
+    prefixes = PrefixBatch([PrefixRow(np.zeros((len(row), WIDTH), np.float32), row) for row in is_real])
+    batch = prefixes.build_prefill_input(engine, engine.make_cache(2, 10))
+    assert batch.attention_mask[1, 1, -4:].tolist() == [True, True, False, False]
+    assert prefixes.padding.tolist() == [[False] * 4, [False, True, False, False]]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])
 @pytest.mark.parametrize("tree", [None, "chain-2", "dynamic-8-3-3"])
 def test_prompts_of_different_lengths_do_not_change_images(sampling: Sampling, tree: str | None) -> None:
