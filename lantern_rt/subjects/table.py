@@ -17,8 +17,8 @@ from .prompts import ClassId, Text, TokenIds
 
 # The first kind that a condition takes is the one that errors ask for.
 SUBJECTS: tuple[type[Subject], ...] = (Text, ClassId, TokenIds, Embedding)
-# A part may read what the parts before it changed.
-PARTS: tuple[type[Part], ...] = (NegativePrompt, ImageInput)
+# A part may read what the parts before it changed. The parts of users come last.
+PARTS: list[type[Part]] = [NegativePrompt, ImageInput]
 _ALL_WORDS = [kind.words for kind in SUBJECTS] + [words for kind in PARTS for words in kind.words]
 WORDS: dict[str, Words] = {words.parameter: words for words in _ALL_WORDS}
 # Parameters of a pipeline call and of a server: parameter -> (command-line option, HTTP field).
