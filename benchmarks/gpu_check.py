@@ -223,7 +223,8 @@ def profile_steps(pipeline: Pipeline, method: str, num_steps: int) -> dict[str, 
     next(steps)
     profile = gpu_profile.profile_kernels(lambda: next(steps), num_steps, max_lines=14)
     kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in profile["kinds"].items())
-    print(f"wall {profile['wall']:.3f} ms, busy {profile['busy']:.3f} in {profile['kernels']:.0f} kernels: {kinds}")
+    print(f"wall {profile['wall']:.3f} ms, busy {profile['busy']:.3f} in {profile['kernels']:.0f} kernels: {kinds};")
+    print(f"gaps between kernels: {profile['short_gaps']:.3f} ms below 5 us, {profile['long_gaps']:.3f} ms above")
     return profile
 
 

@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ KINDS = (  # a kernel has the first kind whose pattern matches its name
 )
 
 
+LONG_GAP = 5.0  # microseconds; a longer gap between kernels is probably a wait for the host
+
+
 def warm_up_profiler() -> None:
     """Use the profiler once, so that it later sees the kernels of CUDA graphs that are captured from now on."""
     if torch.cuda.is_available():
@@ -40,7 +43,8 @@ def profile_kernels(run: Callable[[], object], repeats: int, max_lines: int = 0)
     """Call a function repeatedly and return mean times per call in milliseconds.
 
     Returns:
-        `wall`: elapsed time; `busy`: time of all kernels; `kernels`: number of kernels; `kinds`: time by kernel kind.
+        `wall`: elapsed time; `busy`: time of all kernels; `kernels`: number of kernels; `kinds`: time by kernel kind;
+        `short_gaps`, `long_gaps`: time between kernels, in gaps below and above `LONG_GAP`.
     """
     start_time = time.perf_counter()
     for _ in range(repeats):
@@ -53,7 +57,8 @@ def profile_kernels(run: Callable[[], object], repeats: int, max_lines: int = 0)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     times: dict[str, list[float]] = defaultdict(list)
-    for event in read_device_events(profiler):
+    events = sorted(read_device_events(profiler), key=lambda event: event["ts"])
+    for event in events:
         times[event["name"]].append(event["dur"] / 1e3 / repeats)
     kinds: Counter[str] = Counter()
     for name, values in times.items():
@@ -67,7 +72,19 @@ def profile_kernels(run: Callable[[], object], repeats: int, max_lines: int = 0)
         "busy": kinds.total(),
         "kernels": sum(map(len, times.values())) / repeats,
         "kinds": dict(kinds.most_common()),
+        **{name: gap / 1e3 / repeats for name, gap in sum_gaps(events).items()},
     }
+
+
+def sum_gaps(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the microseconds in which no event runs, in short and in long gaps; `events` are in order of `ts`."""
+    gaps = {"short_gaps": 0.0, "long_gaps": 0.0}
+    last_end = events[0]["ts"] if events else 0.0
+    for event in events:
+        gap = max(0.0, event["ts"] - last_end)
+        gaps["short_gaps" if gap < LONG_GAP else "long_gaps"] += gap
+        last_end = max(last_end, event["ts"] + event["dur"])
+    return gaps
 
 
 def read_device_events(profiler: profile) -> list[dict[str, Any]]:

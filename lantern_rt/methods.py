@@ -27,7 +27,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
-CfgSchedule = Literal["constant", "linear"]
 Residual = Literal["aggregated", "neighborhood"]
 
 
@@ -65,6 +64,15 @@ def _parse_cfg_tokens(value: Any) -> Any:
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
+def _check_cfg_schedule(schedule: str) -> str:
+    if not re.fullmatch(r"constant|linear|cosine-[0-9]{1,2}(\.[0-9]{1,6})?", schedule):
+        raise ValueError("expected constant, linear, or cosine and its power, such as cosine-2.75")
+    return schedule
+
+
+CfgSchedule = Annotated[str, AfterValidator(_check_cfg_schedule)]
+
+
 class SettableByRequest(NamedTuple):
     """Marks a sampling setting that requests may set; `metavar` is its placeholder in the command line's help."""
 
@@ -81,7 +89,8 @@ class Sampling(FrozenModel, strict=True):
             or a percentage of the image's tokens such as `"50%"`; None: all tokens. Later tokens are sampled from the
             conditional logits, without an unconditional row. LlamaGen's `cfg_interval` of n is a `cfg_tokens` of n + 2.
         cfg_schedule: schedule of the guidance scale within an image. `"linear"` gives token t of n tokens, from 1 in
-            generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. None: `"constant"`.
+            generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. `"cosine-P"` gives token t, from 0, the
+            scale 1 + (cfg_scale - 1) (1 - cos(pi (t / n)^P)) / 2, as in RAR. None: `"constant"`.
         cfg_final: guidance scale at the end of an image, as in Lumina-mGPT 2.0. A larger `cfg_scale` falls to this
             scale within the first rows, and a smaller `cfg_scale` is raised to it (`runtime/guidance.py`). None:
             `cfg_scale` holds for the whole image.
@@ -108,8 +117,8 @@ class Sampling(FrozenModel, strict=True):
     ] = None
     cfg_schedule: Annotated[
         CfgSchedule | None,
-        Field(description="Linear: guidance grows from 1 to its scale within an image."),
-        SettableByRequest("constant|linear"),
+        Field(description="Linear, or cosine and a power: guidance grows from 1 to its scale within an image."),
+        SettableByRequest("constant|linear|cosine-POWER"),
     ] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
     temperature: Annotated[

@@ -70,7 +70,8 @@ class Options(GenerationOptions, total=False):
         cfg_tokens: number of image tokens that are sampled with guidance, from 0, or a percentage of the image's
             tokens such as `"50%"`. They are the first tokens in generation order. Later tokens take less time, because
             they need one batch row instead of two.
-        cfg_schedule: `"linear"` raises the guidance scale from 1 to `cfg_scale` within an image; `"constant"` does not.
+        cfg_schedule: `"linear"`, or `"cosine-2.75"` with any power, raises the guidance scale from 1 to `cfg_scale`
+            within an image; `"constant"` does not.
         temperature: sampling temperature, 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 turns the filter off.
         top_p: total probability of the tokens to keep, above 0 up to 1; 1 turns the filter off.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..methods import Sampling
 from .engine import Floats, Ints
@@ -59,10 +60,19 @@ def apply_guidance(logits: Floats, scales: Floats) -> Floats:
     return mixed
 
 
+def compute_cosine_shares(fractions: NDArray[np.float64], power: float) -> NDArray[np.float64]:
+    """Return how much of the guidance scale holds where `fractions` of the codes are done: from 0 to 1, both float64.
+
+    A power of 0 gives 1 everywhere.
+    """
+    shares: NDArray[np.float64] = (1 - np.cos(np.pi * fractions**power)) / 2
+    return shares
+
+
 def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     """Return the guidance scale of every code, float32 `[num_codes]`.
 
-    With a linear schedule, the scale rises to the last scale (`Sampling.cfg_schedule`). Otherwise the scale falls to
+    With another schedule than `constant`, the scale rises (`Sampling.cfg_schedule`). Otherwise the scale falls to
     `cfg_final`. Before token t of the image, counted from 0, the scale s becomes
     max(cfg_final, s (1 - 4 (t + 2) / num_codes)). End-of-row tokens count as tokens, too. This is the schedule of the
     published program of Lumina-mGPT 2.0.
@@ -72,6 +82,10 @@ def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     num_codes = layout.num_codes
     if sampling.cfg_schedule == "linear":
         fraction = np.arange(1, num_codes + 1, dtype=np.float32) / num_codes  # part of the image that is done
+        return (1 + (final - 1) * fraction).astype(np.float32)
+    name, _, power = (sampling.cfg_schedule or "constant").partition("-")
+    if name == "cosine":
+        fraction = compute_cosine_shares(np.arange(num_codes) / num_codes, float(power))
         return (1 + (final - 1) * fraction).astype(np.float32)
     scales = np.full(num_codes, final, np.float32)
     token = 0  # counts end-of-row tokens, too, so the scale may fall twice between two codes

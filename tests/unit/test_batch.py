@@ -46,6 +46,7 @@ SAMPLINGS = [
     Sampling(cfg_scale=3.0, temperature=0),
     Sampling(cfg_scale=2.0, cfg_tokens=4),
     Sampling(cfg_scale=4.0, cfg_schedule="linear"),
+    Sampling(cfg_scale=4.0, cfg_schedule="cosine-1.5"),
     Sampling(cfg_scale=2.0, cfg_tokens=1, repetition_penalty=1.5),
 ]
 

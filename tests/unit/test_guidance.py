@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from toy_engine import (
     ToyDrafter,
     ToyModel,
@@ -81,6 +82,16 @@ def test_a_linear_guidance_schedule_ends_at_the_full_scale() -> None:
 
     assert list_scales(cfg_schedule="linear") == [1.5, 2.0, 2.5, 3.0, 3.0]
     assert list_scales(cfg_schedule="constant") == list_scales() == [3.0] * 5
+
+
+def test_a_cosine_schedule_gives_the_published_scales_of_rar() -> None:
+    def list_scales(cfg_scale: float, power: str, count: int) -> NDArray[np.float32]:
+        sampling = Sampling(cfg_scale=cfg_scale, cfg_schedule=f"cosine-{power}")
+        return Guidance(sampling, RasterLayout(count)).scales(range(count))
+
+    first = [1.0, 1.0000089406967163, 1.0003992319107056, 1.0037134885787964, 1.0180647373199463, 1.0615758895874023]
+    np.testing.assert_allclose(list_scales(16.0, "2.75", 16)[:6], first, rtol=1e-6)
+    assert list_scales(4.0, "0", 3).tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("row_end", [None, 5])
