@@ -255,6 +255,10 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=epsilon, stash_type=1)
         return total, normed
 
+    def write_layer_norm(self, x: str) -> str:
+        ones = self.to_dtype(self.graph.add_constant(np.ones(self.spec.hidden_size, np.float32)))
+        return self.graph.op("LayerNormalization", x, ones, axis=-1, epsilon=self.architecture.norm_eps)
+
     def write_gelu(self, x: str) -> str:
         return self.graph.op("Gelu", x)
 
@@ -326,6 +330,8 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         the angle of each part, `[rows, nodes * parts]`.
         """
         graph = self.graph
+        if self.architecture.rotary == "learned":
+            return []
         width = self.spec.head_dim
         # Start, end and step of the table columns for the second number of each pair, whose sines are not negated.
         second = (1, width, 2) if self.interleaved else (width // 2, width, 1)

@@ -126,7 +126,7 @@ class DecoderGraphWriter(ABC):
 
     A subclass determines the operators of matmuls, norms and rotary embeddings, where keys and values are stored, and
     the form of `weights`. Computations except norms and logits have the type `dtype`: float32, float16 or bfloat16.
-    Tensors `x` are `[rows, nodes, width]` or, in some subclasses, `[nodes, rows, width]`.
+    Tensors `x` are `[rows, nodes, width]` or, in some subclasses, `[nodes, rows, width]`, and `position_ids` likewise.
     """
 
     def __init__(self, graph: GraphWriter, spec: DecoderSizes, weights: Mapping[str, Any], dtype: str) -> None:
@@ -138,6 +138,7 @@ class DecoderGraphWriter(ABC):
         self.num_heads = spec.architecture.num_heads
         self.kv_group_size = self.num_heads // spec.num_kv_heads  # query heads that share a head of keys and values
         self.half = dtype != "float32"
+        self.position_ids = "position_ids"
 
     def write_decoder(self, x: str) -> None:
         """Write all layers and the output heads, which write `hidden_states` and `logits`.
@@ -146,10 +147,8 @@ class DecoderGraphWriter(ABC):
         `hidden_states` are the states that the first head reads.
         """
         graph = self.graph
-        addend = None
         two_heads = self.architecture.two_heads
-        for i in range(self.spec.num_layers - two_heads):
-            x, addend = self.write_layer(x, addend, i)
+        x, addend = (AdaptiveLayers(self) if self.architecture.conditions else self).write_layers(x)
         if two_heads and addend is not None:
             x = graph.op("Add", x, addend)
             addend = None
@@ -164,6 +163,13 @@ class DecoderGraphWriter(ABC):
             self.write_output_head(hidden, self.write_sum_and_norm(*last, "below_norm.weight", "states_below")[1])
         else:
             self.write_output_head(hidden)
+
+    def write_layers(self, x: str) -> tuple[str, str | None]:
+        """Write all layers before the last norm; the results are those of `write_layer`."""
+        addend = None
+        for i in range(self.spec.num_layers - self.architecture.two_heads):
+            x, addend = self.write_layer(x, addend, i)
+        return x, addend
 
     def write_layer(self, x: str, addend: str | None, index: int) -> tuple[str, str]:
         """Write a layer, and return the residual stream and the output of the feed-forward network.
@@ -260,6 +266,10 @@ class DecoderGraphWriter(ABC):
         """Write a residual sum and its RMS norm, as `write_sum_and_norm` does."""
 
     @abstractmethod
+    def write_layer_norm(self, x: str) -> str:
+        """Write the layer norm of `x`, without weight and bias."""
+
+    @abstractmethod
     def write_gelu(self, x: str) -> str:
         """Write the exact GELU of `x`, not its tanh approximation."""
 
@@ -268,6 +278,62 @@ class DecoderGraphWriter(ABC):
 
     def to_dtype(self, x: str) -> str:
         return self.graph.cast(x, self.dtype) if self.half else x
+
+
+class AdaptiveLayers:
+    """Writer of layers with adaptive norms (RAR): class and position give scales and shifts of norms, and gates.
+
+    The position id c * n + p means position p of n positions, and class c. A learned vector of the position is added to
+    inputs, so queries and keys are not rotated. The weights that give scales and shifts include the weights and biases
+    of the norms (`export/models/adaptive.py`). `writer` writes the other parts of the decoder.
+    """
+
+    def __init__(self, writer: DecoderGraphWriter) -> None:
+        graph = writer.graph
+        self.writer = writer
+        num_positions = graph.int_vector(writer.weights["position_vectors"].shape[0])
+        classes = graph.op("Div", writer.position_ids, num_positions)
+        self.positions = graph.op("Sub", writer.position_ids, graph.op("Mul", classes, num_positions))
+        condition = graph.op(
+            "Add", self.look_up("class_vectors", classes), self.look_up("step_vectors", self.positions)
+        )
+        self.active = graph.op("Mul", condition, graph.op("Sigmoid", condition))
+
+    def look_up(self, table: str, indices: str) -> str:
+        rows = self.writer.graph.op("Gather", self.writer.write_weight(table), indices)
+        return self.writer.to_dtype(rows)
+
+    def write_layers(self, x: str) -> tuple[str, str]:
+        """Write all layers and the last norm, and return two tensors whose sum is its output."""
+        graph = self.writer.graph
+        x = graph.op("Add", x, self.look_up("position_vectors", self.positions))
+        for i in range(self.writer.spec.num_layers):
+            x = self.write_layer(x, f"layers.{i}")
+        shift, scale = self.write_modulation("norm.modulation", 2)
+        return graph.op("Mul", self.writer.write_layer_norm(x), scale), shift
+
+    def write_layer(self, x: str, name: str) -> str:
+        writer = self.writer
+        vectors = self.write_modulation(f"{name}.modulation", 6)
+        shift, scale, gate = vectors[:3]
+        x = self.add_gated(x, writer.write_attention_block(self.write_norm(x, shift, scale), name), gate)
+        shift, scale, gate = vectors[3:]
+        up = writer.write_linear(self.write_norm(x, shift, scale), f"{name}.ffn.up")
+        return self.add_gated(x, writer.write_linear(writer.write_gelu(up), f"{name}.ffn.down"), gate)
+
+    def write_modulation(self, name: str, count: int) -> Sequence[str]:
+        """Write the vectors of the nodes: a shift, a scale and, in layers, a gate for each block."""
+        graph = self.writer.graph
+        joint = self.writer.write_linear(self.active, name)
+        sizes = graph.int_vector(*[self.writer.spec.hidden_size] * count)
+        return graph.add_node("Split", [joint, sizes], [f"{name}.{i}" for i in range(count)], axis=-1)
+
+    def write_norm(self, x: str, shift: str, scale: str) -> str:
+        graph = self.writer.graph
+        return graph.op("Add", graph.op("Mul", self.writer.write_layer_norm(x), scale), shift)
+
+    def add_gated(self, x: str, output: str, gate: str) -> str:
+        return self.writer.graph.op("Add", x, self.writer.graph.op("Mul", output, gate))
 
 
 def choose_column_part_shape(column_width: int) -> tuple[int, int]:

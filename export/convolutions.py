@@ -81,7 +81,7 @@ def quantize_convolutions(graph_file: GraphFile, activation_ranges: dict[str, tu
         if node.op_type != "Conv" or node is convolutions[-1]:
             result.extend([] if node.output[0] in doubled else [node])
             continue
-        source, kernel, bias = node.input
+        source, kernel = node.input[:2]
         (output,) = node.output
         input_range, output_range = activation_ranges[kernel]
         node.input[0] = f"{node.name}.read"
@@ -94,7 +94,7 @@ def quantize_convolutions(graph_file: GraphFile, activation_ranges: dict[str, tu
             result.extend(_make_quantize_nodes(graph_file, node.output[0], output, output_range))
             continue
         after = _fold_resize_into_conv(graph_file, node) if source in doubled else []
-        step = _round_kernel_and_bias(graph_file, kernel, bias, max(map(abs, input_range)))
+        step = _round_kernel_and_bias(graph_file, node, max(map(abs, input_range)))
         result.extend(
             [*_make_step_rounding_nodes(graph_file, doubled.get(source, source), node.input[0], step), node, *after]
         )
@@ -126,12 +126,16 @@ def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
     )
 
 
-def _round_kernel_and_bias(graph_file: GraphFile, kernel_name: str, bias_name: str, max_input: float) -> float:
-    """Round a kernel `[outputs, inputs, height, width]` and a bias `[outputs]` to multiples of powers of two.
+def _round_kernel_and_bias(graph_file: GraphFile, conv_node: NodeProto, max_input: float) -> float:
+    """Round a kernel `[outputs, inputs, height, width]` and its bias, if any, to multiples of powers of two.
 
     A sum of n products is assumed to grow as the root of n. The sum then stays below 2^24 steps, so float32 adds the
     products exactly, in any sequence. Returns the step, a power of two, to whose multiples inputs must be rounded.
     """
+    if len(conv_node.input) == 2:
+        conv_node.input.append(f"{conv_node.input[1]}.bias")
+        graph_file.weights[conv_node.input[2]] = torch.zeros(len(graph_file.weights[conv_node.input[1]]))
+    _, kernel_name, bias_name = conv_node.input
     weight, added = (compute_deferred_tensor(graph_file.weights[name]).float() for name in (kernel_name, bias_name))
     bits = int(_EXACT_BITS - log2(weight[0].numel()) / 2)
     step = 2.0 ** (ceil(log2(max_input or 1.0)) - (bits - bits // 2))

@@ -20,7 +20,20 @@ if TYPE_CHECKING:
     from .model import BundleContents
 
 # Names of the modules in `export.families`, each with a `ModelFamily` named `FAMILY`. The first is the default family.
-FAMILIES = ("llamagen", "par", "nar", "anole", "lumina", "lumina2", "glm_image", "janus", "emu3", "emu35", "simplear")
+FAMILIES = (
+    "llamagen",
+    "par",
+    "nar",
+    "rar",
+    "anole",
+    "lumina",
+    "lumina2",
+    "glm_image",
+    "janus",
+    "emu3",
+    "emu35",
+    "simplear",
+)
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 
 

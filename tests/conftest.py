@@ -412,6 +412,14 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def rar_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export RAR with MaskGIT's image tokenizer: 10 classes, 4 x 4 codes."""
+    folder = DATA / "rar"
+    files = {"target": folder / "rar_tiny.bin", "vq": folder / "maskgit-vqgan-imagenet-f16-256.bin"}
+    return _export_family(tmp_path_factory, "rar", files)
+
+
+@pytest.fixture(scope="session")
 def nar_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export class-conditional NAR: 10 classes, 8 x 8 codes."""
     return _export_grouped_family(tmp_path_factory, "nar", DATA / "nar/c2i/nar_c2i.pt")

@@ -17,6 +17,7 @@ from ...methods import Sampling
 from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
 from ..model import BundleContents
+from ..models.llamagen_vq import HALF_LEVEL
 from ..models.vq_checkpoints import load_vqgan
 from .common import encode_text
 from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, find_tokenizer, is_emu35_config
@@ -29,9 +30,6 @@ _SAMPLING = Sampling(cfg_scale=5.0, top_k=5120)
 SIZES = ((55, 73), (41, 97), (47, 85), (52, 78), (64, 64), (73, 55), (85, 47), (78, 52))
 
 _ANSWER = "<|extra_100|>"
-# The published program truncates pixels to integers, but `output.images` rounds them. Subtracting half a level before
-# rounding gives the same integers.
-_HALF_LEVEL = 1 / 255
 _CHECKPOINT = "model.ckpt"  # weights of an image tokenizer without safetensors
 
 
@@ -45,7 +43,7 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
     image_tokenizer = load_vqgan(vq_checkpoint, match_by_product=True)
     bias = image_tokenizer.decoder.conv_out.bias
     assert bias is not None
-    bias.data = bias.data - _HALF_LEVEL
+    bias.data = bias.data - HALF_LEVEL
     target.read_weights()
     return build_emu3_model(
         target,

@@ -47,11 +47,11 @@ class ClassCondition(nn.Module):
         prefix = self.table[class_ids][:, None]  # [rows, 1, hidden_size]
         return prefix, self.table[-1].expand_as(prefix)
 
-    def make_condition(self) -> PromptCondition:
+    def make_condition(self, prefix: int = 1, **fields: Any) -> PromptCondition:
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
         cases = name_test_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
-        spec = ConditionSpec(kind="class", prefix=1, classes=rows - 1)
+        spec = ConditionSpec(kind="class", prefix=prefix, classes=rows - 1, **fields)
         return PromptCondition(spec, Graph("condition", self, *declare_condition_tensors(spec, width), cases))
 
 

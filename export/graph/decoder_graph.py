@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...engines.graph_writer import DecoderGraphWriter
 from ..checkpoints.deferred import compute_deferred_tensor, defer_tensor
-from ..models.decoder import HEAD_EPSILON, LayerStack
+from ..models.decoder import LayerStack
 from .onnx_ops import MAX_INT8_ACTIVATION, ExportGraphWriter
 
 _ORDERED_SUM = 128  # number of products that ONNX Runtime's MatMul adds in a fixed sequence for any number of columns
@@ -47,7 +47,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         config = stack.config
         super().__init__(ops, stack.make_spec(), stack.state_dict(), "float16" if ops.is_float16 else "float32")
         self.config = config
-        self.rope = stack.rope
+        self.stack = stack
         self.columns = config.max_sequence_length + _MAX_NODES  # maximum number of past columns and nodes together
         self.scale = config.head_dim**-0.5  # attention scale of softmax(q k / sqrt(head_dim))
         self.folds_scale = config.attention_scale == 1 and not config.query_key_norm
@@ -55,11 +55,11 @@ class CPUDecoderWriter(DecoderGraphWriter):
     def write_graph(self, embeddings: str) -> None:
         ops = self.graph
         x = ops.transpose(embeddings, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
-        self.cos, self.sin, swap = self._write_rotary_lookup()
+        self.position_ids = ops.transpose("position_ids", 1, 0)
+        self.rotation = None if self.config.rotary == "learned" else self._write_rotary_lookup()
         past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
         self.mask = self.write_tiled_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
-        self.swap = ops.add_weight("rotary.swap", swap)
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.write_decoder(x)
 
@@ -91,6 +91,10 @@ class CPUDecoderWriter(DecoderGraphWriter):
         x = x if addend is None else self.graph.op("Add", x, addend)
         return x, write_rms_norm(self.graph, x, weight, self.weights[weight], self.config.norm_eps, name)
 
+    def write_layer_norm(self, x: str) -> str:
+        y = _write_normalization(self.graph, self.graph.cast_for_norm(x), self.config.norm_eps, centred=True)
+        return self.graph.cast(y, "float16" if self.half else "float32") if self.half or self.graph.int8_matmul else y
+
     def write_gelu(self, x: str) -> str:
         ops = self.graph
         root = ops.add_number("root_half", 0.5**0.5)
@@ -99,7 +103,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         erf = ops.op("Add", ops.op("Erf", ops.op("Mul", x, root)), unit)
         return ops.op("Mul", ops.op("Mul", x, erf), half)  # x / 2 * (1 + erf(x / sqrt(2)))
 
-    def _write_rotary_lookup(self) -> tuple[str, str, Tensor]:
+    def _write_rotary_lookup(self) -> tuple[str, str, str]:
         """Write the look-up of rotary tables by position.
 
         A pair (a, b) is rotated to (a cos - b sin, b cos + a sin). The graph computes this as `pair * cos +
@@ -107,14 +111,13 @@ class CPUDecoderWriter(DecoderGraphWriter):
         and sines, `[nodes, rows, 1, head_dim]`, and the matrix that swaps the numbers of each pair.
         """
         ops = self.graph
-        rope = self.rope
+        rope = self.stack.rope
         width = 2 * rope.shape[1]
         halves = self.config.rope_style == "half"
         order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
         index = order.flatten().argsort()  # index of each number in `order`
         partner = order.flip(1).flatten()[index]
         sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)[index]
-        positions = ops.transpose("position_ids", 1, 0)
         tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
 
         def look_up_rotary_tables(rows: str) -> list[str]:
@@ -123,13 +126,15 @@ class CPUDecoderWriter(DecoderGraphWriter):
             )
             return [ops.op("Unsqueeze", numbers, ops.int_vector(2)) for numbers in gathered]
 
-        swap = torch.eye(width)[partner]
+        swap = ops.add_weight("rotary.swap", torch.eye(width)[partner])
         if self.config.rotary != "grids":
-            cos, sin = look_up_rotary_tables(positions)
+            cos, sin = look_up_rotary_tables(self.position_ids)
             return cos, sin, swap
-        # With two grids, a position also encodes a shift by which it is moved back; see `LayerStack.look_up_rope`.
-        shift = ops.op("Div", positions, ops.int_vector(len(rope)))
-        cos, sin = look_up_rotary_tables(ops.op("Sub", positions, ops.op("Mul", shift, ops.int_vector(len(rope)))))
+        # With two grids, a position also encodes a shift, by which it is moved back (`LayerStack.look_up_positions`).
+        shift = ops.op("Div", self.position_ids, ops.int_vector(len(rope)))
+        cos, sin = look_up_rotary_tables(
+            ops.op("Sub", self.position_ids, ops.op("Mul", shift, ops.int_vector(len(rope))))
+        )
         back_cos, back_sin = look_up_rotary_tables(shift)
         moved_cos = ops.op("Add", ops.op("Mul", cos, back_cos), ops.op("Mul", sin, back_sin))
         moved_sin = ops.op("Sub", ops.op("Mul", sin, back_cos), ops.op("Mul", cos, back_sin))
@@ -150,8 +155,10 @@ class CPUDecoderWriter(DecoderGraphWriter):
             value = self._write_rounded_values(value, layer_name, new_value)
         if config.query_key_norm:
             both = self._write_query_key_norms(both, f"{layer_name}.attention")
-        swapped = ops.op("MatMul", both, self.swap)
-        both = ops.op("Add", ops.op("Mul", both, self.cos), ops.op("Mul", swapped, self.sin))
+        if self.rotation is not None:
+            cos, sin, swap = self.rotation
+            swapped = ops.op("MatMul", both, swap)
+            both = ops.op("Add", ops.op("Mul", both, cos), ops.op("Mul", swapped, sin))
         query, key = ops.add_node(
             "Split", [both, ops.int_vector(heads, num_kv_heads)], [f"{layer_name}.query", new_key], axis=2
         )
@@ -159,14 +166,14 @@ class CPUDecoderWriter(DecoderGraphWriter):
 
     def _needs_exact_sums(self, layer_name: str) -> bool:
         """A drafter's sums over cache columns need not be exact, because a drafter only proposes tokens."""
-        return self.graph.int8_matmul and f"{layer_name}.attention_norm.weight" in self.weights
+        has_norm = f"{layer_name}.attention_norm.weight" in self.weights or self.config.conditions > 0
+        return self.graph.int8_matmul and has_norm
 
     def _write_query_key_norms(self, x: str, layer_name: str) -> str:
         ops = self.graph
         rms = self.config.rms_head_norm
-        x = ops.cast_for_norm(x)
-        x = x if rms else ops.op("Sub", x, ops.op("ReduceMean", x, ops.int_vector(-1), keepdims=1))
-        y = ops.op("Div", x, _write_rms(ops, x, self.config.norm_eps if rms else HEAD_EPSILON))
+        assert self.architecture.head_norm_eps is not None
+        y = _write_normalization(ops, ops.cast_for_norm(x), self.architecture.head_norm_eps, centred=not rms)
         y = ops.cast(y, "float32") if ops.int8_matmul else y
         for op, part in (("Mul", "weight"), ("Add", "bias"))[: 1 if rms else 2]:
             query, key = (self.weights[f"{layer_name}.{kind}_norm.{part}"].float() for kind in ("query", "key"))
@@ -232,12 +239,11 @@ class CPUDecoderWriter(DecoderGraphWriter):
         shape = (self.config.num_kv_heads, self.config.head_dim)
         max_steps = min(_VALUE_STEPS, (2**_EXACT_BITS - 1) // (_WEIGHT_STEPS + self.columns // 2))
         projection = self.weights[f"{layer_name}.attention.qkv.weight"]
-        norm = self.weights[f"{layer_name}.attention_norm.weight"]
         bias = self.weights.get(f"{layer_name}.attention.qkv.bias", torch.zeros(1))
 
         def compute_value_units() -> Tensor:
             rows = compute_deferred_tensor(projection)[-math.prod(shape) :].float()
-            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * compute_deferred_tensor(norm), dim=1)
+            largest = self.stack.bound_projection(layer_name, rows)
             largest += compute_deferred_tensor(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
@@ -252,7 +258,7 @@ def write_rms_norm(
     """Write an RMS norm: `x / sqrt(mean(x ** 2) + eps) * weight`."""
     cast = ops.is_float16 or ops.int8_matmul
     x = ops.cast_for_norm(x)
-    normed = ops.op("Div", x, _write_rms(ops, x, eps))
+    normed = _write_normalization(ops, x, eps)
     scale = ops.add_norm_weight(name, weight)
     scaled = ops.op("Mul", normed, scale, name=None if cast else output_name)
     scaled = ops.cast(scaled, "float16" if ops.is_float16 else "float32", output_name) if cast else scaled
@@ -263,10 +269,13 @@ def write_rms_norm(
     return scaled
 
 
-def _write_rms(ops: ExportGraphWriter, x: str, eps: float) -> str:
+def _write_normalization(ops: ExportGraphWriter, x: str, eps: float, centred: bool = False) -> str:
+    """Write the division of `x`, from which its mean is subtracted if `centred`, by its root mean square."""
+    x = ops.op("Sub", x, ops.op("ReduceMean", x, ops.int_vector(-1), keepdims=1)) if centred else x
     square = ops.op("Pow", x, ops.add_norm_weight("two", torch.tensor(2.0)))
     mean = ops.op("ReduceMean", square, ops.int_vector(-1), keepdims=1)
-    return ops.op("Sqrt", ops.op("Add", mean, ops.add_norm_weight(f"eps_{eps}", torch.tensor(eps))))
+    root = ops.op("Sqrt", ops.op("Add", mean, ops.add_norm_weight(f"eps_{eps}", torch.tensor(eps))))
+    return ops.op("Div", x, root)
 
 
 def _write_softmax(ops: ExportGraphWriter, scores: str) -> str:

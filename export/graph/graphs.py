@@ -177,6 +177,10 @@ def _iter_decoder_cases(
         name, values = make_test_case("positions moved back", [prefix, 0], tree)
         values["position_ids"] += config.num_rope_positions * np.arange(len(tree))
         yield name, values
+    if config.conditions:
+        name, values = make_test_case("two conditions", [prefix, 0], tree)
+        values["position_ids"] += config.max_sequence_length * np.array([[1], [config.conditions - 1]])
+        yield name, values
 
 
 def make_tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:

@@ -22,7 +22,7 @@ _ZERO_POINT = 128  # added to these integers, which are stored as uint8
 # The inputs of these matrices have outliers. So each activation is the sum of two integers; the second one represents
 # the rounding error of the first. With weights rounded to nearest, the target of `scenes` lost 0.05 nats per token with
 # one integer and 0.02 with two.
-TWO_INTEGERS = (".qkv.weight", ".down.weight")
+TWO_INTEGERS = (".qkv.weight", ".down.weight", ".modulation.weight")
 _SECOND_STEPS = 128  # a step of the first integer has this many steps of the second
 
 

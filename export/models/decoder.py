@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
 from ...bundle.manifest import DecoderSizes, DecoderSpec, DrafterSpec
+from ..checkpoints.deferred import compute_deferred_tensor
 from .output_heads import Head, RightBelowHeads, TwoLayerHead
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class DecoderConfig:
         rope_sections: number of pairs that are rotated by time, by row and by column, in this order; the other pairs
             are not rotated.
         head_width: width of an attention head (Qwen3); 0: `hidden_size / num_heads`.
+        layer_head_eps: epsilon of layer norms of queries and keys.
     """
 
     hidden_size: int
@@ -71,6 +73,8 @@ class DecoderConfig:
     two_heads: bool = False
     rms_head_norm: bool = False
     head_width: int = 0
+    layer_head_eps: float = HEAD_EPSILON
+    conditions: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -90,7 +94,7 @@ class DecoderConfig:
     def head_norm_eps(self) -> float | None:
         if not self.query_key_norm:
             return None
-        return self.norm_eps if self.rms_head_norm else HEAD_EPSILON
+        return self.norm_eps if self.rms_head_norm else self.layer_head_eps
 
     @property
     def architecture(self) -> Architecture:
@@ -106,8 +110,8 @@ class DecoderConfig:
 
     @property
     def num_rope_positions(self) -> int:
-        """Number of rows of the rotary table: `max_sequence_length` for each image size in `grids`."""
-        return self.max_sequence_length * max(1, len(self.grids))
+        """Number of position ids: `max_sequence_length` for each image size in `grids`, or each of `conditions`."""
+        return self.max_sequence_length * max(1, len(self.grids), self.conditions)
 
     @property
     def _spec_fields(self) -> dict[str, Any]:
@@ -129,6 +133,8 @@ def compute_rope_table(config: DecoderConfig) -> Tensor:
     of each half has the frequency base^(-2k / (head_dim / 2)). With `rotary="sequence"`, pair k is rotated by the
     position, with the frequency base^(-2k / head_dim). `_compute_two_grid_rope_table` describes `rotary="grids"`.
     """
+    if config.rotary == "learned":
+        return torch.zeros(0)
     if config.rotary == "grids":
         return _compute_two_grid_rope_table(config)
     # The device is given because modules are also built on the `meta` device, without weights.
@@ -208,19 +214,20 @@ class RMSNorm(nn.Module):
 class PerHeadLayerNorm(nn.Module):
     """Layer norm of each attention head; the heads have different weights and biases."""
 
-    def __init__(self, num_heads: int, width: int) -> None:
+    def __init__(self, num_heads: int, width: int, eps: float) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(num_heads, width))
         self.bias = nn.Parameter(torch.zeros(num_heads, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
+        return F.layer_norm(x, self.weight.shape[-1:], eps=self.eps) * self.weight + self.bias
 
 
 def _make_head_norm(config: DecoderConfig, num_heads: int) -> nn.Module:
     if config.rms_head_norm:
         return RMSNorm(config.head_dim, config.norm_eps, (num_heads,))
-    return PerHeadLayerNorm(num_heads, config.head_dim)
+    return PerHeadLayerNorm(num_heads, config.head_dim, config.layer_head_eps)
 
 
 class Attention(nn.Module):
@@ -235,7 +242,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def project_qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, each `[rows, nodes, num_heads or num_kv_heads, head_dim]`."""
         config = self.config
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
@@ -243,16 +250,18 @@ class Attention(nn.Module):
         if config.query_key_norm:
             query = self.query_norm(query)
             key = self.key_norm(key)
+        if rope is None:
+            return query, key, value
         return apply_rope(query, rope, config.rope_style), apply_rope(key, rope, config.rope_style), value
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
+        self, x: Tensor, rope: Tensor | None, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute attention to the past and among the new nodes.
 
         Args:
             x: normalised hidden states, `[rows, nodes, hidden_size]`.
-            rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
+            rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`; None: queries and keys are not rotated.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`; None: causal attention without a past.
             past: past keys and values, each `[past, rows, num_kv_heads, head_dim]`; empty without a past.
 
@@ -315,25 +324,28 @@ class LayerStack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(DecoderLayer(config, config.input_norm or i > 0) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(map(self.make_layer, range(config.num_layers)))
         self.register_buffer("rope", compute_rope_table(config), persistent=False)
 
     def make_spec(self) -> DecoderSizes:
         return self.config.make_drafter_spec()
 
+    def make_layer(self, index: int) -> nn.Module:
+        return DecoderLayer(self.config, self.config.input_norm or index > 0)
+
     def run_layers(
         self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor], layers: slice = slice(None)
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply layers to new nodes; arguments and results are those of `Decoder.forward`, without its logits."""
-        rope = self.look_up_rope(position_ids)
+        rope = self.look_up_positions(position_ids)
         new_kv: list[Tensor] = []
         for i, layer in [*enumerate(self.layers)][layers]:
             x, *new = layer(x, rope, mask, past[2 * i : 2 * i + 2])
             new_kv += new
         return x, new_kv
 
-    def look_up_rope(self, position_ids: Tensor) -> Tensor:
-        """Look up cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
+    def look_up_positions(self, position_ids: Tensor) -> Tensor:
+        """Look up what layers read besides hidden states: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
 
         With two grids and a table of n rows, the position id p + s * n means row p with its three coordinates (time,
         row, column) decreased by s.
@@ -344,13 +356,19 @@ class LayerStack(nn.Module):
         back_cos, back_sin = self.rope[position_ids // len(self.rope)].unbind(-1)
         return torch.stack([cos * back_cos + sin * back_sin, sin * back_cos - cos * back_sin], -1)
 
+    def bound_projection(self, layer_name: str, rows: Tensor) -> Tensor:
+        """Bound the products `[n]` of the rows `[n, hidden_size]` of a matrix with the normalised input of a layer."""
+        norm = compute_deferred_tensor(self.get_parameter(f"{layer_name}.attention_norm.weight"))
+        largest: Tensor = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * norm, dim=1)
+        return largest
+
 
 class Decoder(LayerStack):
     """Target: decoder layers and an output head that computes the logits of the codes."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
+        self.norm: nn.Module = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
         self.head: Head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
             self.head = TwoLayerHead(config.hidden_size, config.head_hidden, config.vocab_size)

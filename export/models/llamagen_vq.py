@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ..checkpoints.folders import Checkpoint
 
 NORM_GROUPS = 32
+# Some published programs truncate pixels to integers, but `output.images` rounds them. Subtracting half a level before
+# rounding gives the same integers.
+HALF_LEVEL = 1 / 255
 _EPS = 1e-6
 
 Norm = Callable[[int], nn.Module]  # builds a norm for a number of channels
@@ -204,7 +207,7 @@ class LlamaGenVQ(nn.Module):
         self.config = config
         self.encoder = ConvStack(config, "downsample")
         self.decoder = ConvStack(config, "upsample")
-        self.quant_conv = nn.Conv2d(config.latent_width, config.code_width, 1)
+        self.quant_conv: nn.Module = nn.Conv2d(config.latent_width, config.code_width, 1)
         self.post_quant_conv: nn.Module = nn.Conv2d(config.code_width, config.latent_width, 1)
         self.register_buffer("codebook", torch.zeros(config.num_codes, config.code_width))
 

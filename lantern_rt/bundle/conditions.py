@@ -46,6 +46,13 @@ class ConditionSpec(FrozenModel):
     caption_dim: Count | None = None
     cleaning: Literal["llamagen"] | None = None
     layout: TokenLayout | None = None
+    positions_per_class: Count | None = None
+
+    def find_first_position(self, class_id: int | None) -> int | None:
+        """Return the position of the first code of a class, None for no class; None: codes follow the prefix."""
+        if self.positions_per_class is None or self.classes is None:
+            return None
+        return (self.classes if class_id is None else class_id) * self.positions_per_class + self.prefix
 
     @model_validator(mode="after")
     def _check_fields_of_kind(self) -> ConditionSpec:

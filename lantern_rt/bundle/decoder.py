@@ -12,7 +12,7 @@ from .numbers import Count, SmallCount
 EXPORT_AGAIN = "export the bundle again"
 PrefixRotation = Literal["zero", "identity"]
 RopeStyle = Literal["interleaved", "half"]
-Rotary = Literal["grid", "sequence", "grids"]
+Rotary = Literal["grid", "sequence", "grids", "learned"]
 Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
@@ -25,7 +25,7 @@ class Architecture(FrozenModel):
         attention_scale: factor that multiplies the products of queries and keys; 1 if the weights include the factor.
         rotary: coordinates by which queries and keys are rotated. `grid`: row and column of a cell (LlamaGen);
             `sequence`: position in the sequence (Llama, Chameleon); `grids`: time, row and column in two grids
-            (GLM-Image).
+            (GLM-Image); `learned`: nothing is rotated, and inputs contain learned vectors of positions (RAR).
         rope_style: pairs of numbers that are rotated together: `interleaved` is (2i, 2i + 1), `half` is (i, i +
             head_dim / 2).
         prefix_rotation: rotation of queries and keys at the prompt's positions, if `rotary` is `grid`. `identity`: no
@@ -35,6 +35,8 @@ class Architecture(FrozenModel):
         head_hidden: width of the hidden layer in the output head (Janus); 0: the output head is linear.
         two_heads: whether a second output head gives logits for the cell below a code (NAR). Only the second head uses
             the last layer.
+        conditions: number of classes, and the absence of a class, on which adaptive norms and gates of layers depend
+            (RAR); 0: layers depend on hidden states only.
     """
 
     intermediate_size: Count
@@ -52,3 +54,4 @@ class Architecture(FrozenModel):
     post_norms: bool = False
     head_hidden: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     two_heads: bool = False
+    conditions: Annotated[int, Field(ge=0, le=1_000_000)] = 0

@@ -28,6 +28,7 @@ COLUMNS = {
 # What each family was trained for, and its limits. `text` is LlamaGen with a text encoder.
 FAMILIES = {
     "llamagen": "Generates one object of ImageNet's classes in the middle of the image. Takes class ids, not prompts.",
+    "rar": "Generates an image of one of ImageNet's classes. Takes class ids, not prompts.",
     "text": "Takes prompts like captions of web images, cut to 120 tokens. Most of the download is the text encoder.",
     "anole": "Takes prompts of any subject. A fine-tuned Chameleon, whose weights are for research only.",
     "janus": "Takes prompts of any subject. Has one image size.",

@@ -109,7 +109,9 @@ class ClassId(Subject):
         class_id = check_int(name, item, 0, 0, (context.condition.classes or 1) - 1)
         inputs = {"class_ids": np.array([class_id], np.int64)}
         is_real_token = np.ones(context.condition.prefix, np.bool_)
-        return cls(class_id, Prefix(Row(inputs, 0, is_real_token), Row(inputs, 1, is_real_token)))
+        first = [context.condition.find_first_position(row) for row in (class_id, None)]
+        rows = (Row(inputs, i, is_real_token, first_position=position) for i, position in enumerate(first))
+        return cls(class_id, Prefix(*rows))
 
 
 def make_text_prefix(prompt: Any, name: str, context: RequestContext, template: str | None = None) -> Prefix:

@@ -20,6 +20,7 @@ BUNDLE_FIXTURES = [
     "emu3_bundle",
     "simplear_bundle",
     "par_bundle",
+    "rar_bundle",
     "nar_bundle",
 ]
 

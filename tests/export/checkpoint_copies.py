@@ -32,6 +32,8 @@ EMU35_VQ = DATA / "emu3.5/vq"
 EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR = DATA / "simplear/model"
 COSMOS = DATA / "simplear/cosmos"
+RAR = DATA / "rar/rar_tiny.bin"
+MASKGIT_VQ = DATA / "rar/maskgit-vqgan-imagenet-f16-256.bin"
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Any], object]  # function that changes weights or a configuration in place
 

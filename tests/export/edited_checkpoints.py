@@ -23,7 +23,9 @@ from checkpoint_copies import (
     LANTERN,
     LUMINA,
     LUMINA2,
+    MASKGIT_VQ,
     MOVQGAN,
+    RAR,
     SIMPLEAR,
     T2I,
     VQ,
@@ -45,6 +47,7 @@ from family_readers import (
     read_llamagen_transformer,
     read_lumina,
     read_lumina2,
+    read_rar,
     read_simplear,
 )
 from goldens import DATA
@@ -142,6 +145,19 @@ def edit_groups(
         (folder / "config.json").write_text(json.dumps({"n_head": heads, **fields}))
         files = {"target": target or GROUP_MODELS[source or family], "vq": VQ, "config": folder / "config.json"}
         read_family_checkpoints(family, files | ({"grid": grid} if grid else {}))
+
+    return read
+
+
+def edit_rar(change: Callable[[Any], object], source: Path = RAR) -> Reader:
+    """Return a reader of RAR with changed weights, of the target or of the image tokenizer."""
+
+    def read(folder: Path) -> None:
+        weights = torch.load(source, weights_only=True)
+        change(weights)
+        files = {path: path for path in (RAR, MASKGIT_VQ)} | {source: folder / source.name}
+        torch.save(weights, files[source])
+        read_rar(files[RAR], files[MASKGIT_VQ])
 
     return read
 

@@ -24,7 +24,9 @@ from checkpoint_copies import (
     JANUS,
     LUMINA,
     LUMINA2,
+    MASKGIT_VQ,
     MOVQGAN,
+    RAR,
     SIMPLEAR,
     T2I,
     VQ,
@@ -80,6 +82,7 @@ def list_emu35_sources(folder: Path) -> ExportSources:
 # By family: function that returns small checkpoints, and writes missing files to its folder.
 SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
     "llamagen": lambda _: ({"target": C2I, "vq": VQ, "config": config_path(C2I)}, {}),
+    "rar": lambda _: ({"target": RAR, "vq": MASKGIT_VQ}, {}),
     "text": list_text_to_image_llamagen_sources,
     "anole": lambda _: ({"target": ANOLE, "vq": VQGAN / "vqgan.ckpt", "drafter": ANOLE_DRAFTER}, {"grid": 8}),
     "lumina": list_lumina_sources,

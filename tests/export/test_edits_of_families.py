@@ -15,7 +15,14 @@ RED_CUBE: dict[str, Any] = {"prompts": "a red cube"}
 
 @pytest.mark.parametrize(
     ("family", "prompt"),
-    [("lumina", RED_CUBE), ("lumina2", RED_CUBE), ("emu3", RED_CUBE), ("anole", RED_CUBE), ("c2i", {"class_ids": 3})],
+    [
+        ("lumina", RED_CUBE),
+        ("lumina2", RED_CUBE),
+        ("emu3", RED_CUBE),
+        ("anole", RED_CUBE),
+        ("c2i", {"class_ids": 3}),
+        ("rar", {"class_ids": 3}),
+    ],
 )
 def test_edits_preserve_codes_and_pixels_of_the_upper_rows(
     family: str, prompt: dict[str, Any], request: pytest.FixtureRequest

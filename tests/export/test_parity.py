@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import catch_error
 from small_models import CONFIG, make_target, randomise_norms
-from tiny_graphs import write_graph
+from tiny_graphs import make_decoder, write_graph
 from torch import Tensor, nn
 
 from lantern_rt.engines.contracts import TensorSpec
@@ -60,14 +60,16 @@ few_examples = settings(max_examples=16, deadline=None, suppress_health_check=[H
 
 
 @few_examples
-@given(config=decoder_configs(), seed=st.integers(0, 99), two_heads=st.booleans())
+@given(config=decoder_configs(), seed=st.integers(0, 99), two_heads=st.booleans(), adaptive=st.booleans())
 def test_a_target_graph_gives_the_outputs_of_the_pytorch_module(
-    tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, two_heads: bool
+    tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, two_heads: bool, adaptive: bool
 ) -> None:
     torch.manual_seed(seed)
-    if two_heads:  # NAR has a norm before each of two heads, and a last layer for each head
+    if two_heads and not adaptive:  # NAR has a norm before each of two heads, and a last layer for each head
         config = replace(config, two_heads=True, final_norm=True, num_layers=config.num_layers + 1)
-    decoder = Decoder(config)
+    if adaptive:  # RAR
+        config = replace(config, rotary="learned", conditions=3, final_norm=False, head_width=0, head_hidden=0)
+    decoder = make_decoder(config)
     randomise_norms(decoder)
     graph = make_target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
     assert check_graph_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))) < 2e-5

@@ -22,7 +22,9 @@ from checkpoint_copies import (
     LANTERN,
     LUMINA,
     LUMINA2,
+    MASKGIT_VQ,
     MOVQGAN,
+    RAR,
     SIMPLEAR,
     VQ,
     VQGAN,
@@ -46,6 +48,7 @@ from edited_checkpoints import (
     edit_json,
     edit_llamagen,
     edit_published_emu3,
+    edit_rar,
     edit_text_encoder,
     read_duplicate_field,
     read_duplicate_weights,
@@ -71,6 +74,7 @@ from family_readers import (
     read_llamagen_transformer,
     read_lumina,
     read_lumina2,
+    read_rar,
     read_simplear,
 )
 from refusals import catch_error
@@ -85,6 +89,9 @@ ROTARY_TABLE = {"freqs_cis": torch.zeros(1 + 25, 8, 2)}  # one prefix position a
 PYTORCH_SHARD = "pytorch_model-00002-of-00003.bin"
 SHARD = "model-00002-of-00003.safetensors"
 YAML = (VQGAN / "vqgan.yaml").read_text()
+EMBEDDINGS = "embeddings.weight"
+NORM = "attn.q_norm.weight"
+MODULATION = "adaln_before_head.adaLN_modulation.1.weight"
 EMBED = "model.embed_tokens.weight"
 TIME_CONV = "vqmodel.encoder.time_conv.0.conv.conv.weight"
 QUERY_NORM = "model.layers.0.self_attn.q_norm.bias"
@@ -150,6 +157,20 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit_groups("par", par=1), "par", "unknown field"),
     (edit_groups("llamagen", source="par"), "", "unexpected: spe_tok_embeddings"),
     (read_groups_with_code("par"), "", "holds more than tensors"),
+    # RAR
+    (edit_rar(lambda w: w.update(pos_embed=w["pos_embed"][:, 1:])), RAR.name, "tables for [15, 16] codes"),
+    (edit_rar(lambda w: w.update({EMBEDDINGS: w[EMBEDDINGS][:130]})), RAR.name, "130 embeddings, 128 codes"),
+    (edit_rar(lambda w: w.update({f"blocks.0.{NORM}": torch.ones(5)})), RAR.name, "heads of 5 that divide 32"),
+    (edit_rar(lambda w: w.update({f"blocks.1.{NORM}": torch.ones(5)})), f"blocks.1.{NORM}", "shape [5] [16]"),
+    (edit_rar(remove_weights("blocks.2.norm1.bias")), "blocks.2.norm1.bias", "missing weight"),
+    (edit_rar(remove_weights("blocks.2.mlp.fc1.bias")), RAR.name, "missing: blocks.2.mlp.fc1.bias"),
+    (edit_rar(remove_weights("cls_token")), "cls_token", "missing weight"),
+    (edit_rar(remove_weights("pos_embed")), RAR.name, "adaln_before_head a RAR transformer, with lm_head, pos_embed"),
+    (edit_rar(lambda w: w.update({MODULATION: w[MODULATION][:32]})), MODULATION, "shape [32, 32] [64, 32]"),
+    (edit_rar(lambda w: w.update(extra=torch.ones(1))), RAR.name, "unexpected: extra"),
+    (edit_rar(remove_weights("decoder.up.1"), MASKGIT_VQ), MASKGIT_VQ.name, "2 encoder and 1 decoder levels"),
+    (edit_rar(remove_weights("encoder.mid"), MASKGIT_VQ), MASKGIT_VQ.name, "missing: encoder.mid.0.conv1.weight"),
+    (lambda folder: read_rar(C2I, MASKGIT_VQ), C2I.name, "cls_embedding.embedding_table.weight a RAR transformer"),
     # Folders of weights
     (
         lambda folder: Checkpoint(

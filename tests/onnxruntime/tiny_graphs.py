@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lantern_rt.export.graph.graphs import Graph, make_graph_file
 from lantern_rt.export.graph.precision import StorageRule
-from lantern_rt.export.models.decoder import DecoderConfig
+from lantern_rt.export.models.adaptive import AdaptiveDecoder
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter
 
 TINY_CONFIG = DecoderConfig(
@@ -26,6 +27,15 @@ TINY_CONFIG = DecoderConfig(
     prefix=4,
     prefix_rotation="identity",
 )
+
+
+ADAPTIVE_CONFIG = replace(
+    TINY_CONFIG, rotary="learned", conditions=3, query_key_norm=True, qkv_bias=True, final_norm=False
+)
+
+
+def make_decoder(config: DecoderConfig) -> Decoder:
+    return (AdaptiveDecoder if config.conditions else Decoder)(config).eval()
 
 
 def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") -> Path:

@@ -31,7 +31,7 @@ from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, get_shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
-FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
+FAMILIES = ("t2i", "rar", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
 PROMPTS = ("a red cube", "sand on a cube", "red sand")
 IMAGES_PER_SHARD = 6
 NUM_IMAGES = 8  # compared with plain decoding
@@ -41,7 +41,7 @@ METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynam
 class TrainedBundle(NamedTuple):
     bundle: Path
     data: Path
-    prompts: Path
+    prompts: Path | None  # None: class ids
     printed: str
 
 
@@ -65,14 +65,16 @@ def trained_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp(request.param)
     bundle = Path(shutil.copytree(request.getfixturevalue(f"{request.param}_bundle"), folder / "bundle"))
     manifest = open_bundle(bundle).manifest
-    prompts = folder / "prompts.txt"
-    prompts.write_text("\n".join(PROMPTS))
+    prompts = None if manifest.condition.kind == "class" else folder / "prompts.txt"
+    if prompts is not None:
+        prompts.write_text("\n".join(PROMPTS))
     if manifest.condition.kind == "embeddings":
         prompts = folder / "prompts.npz"
         shape = (3, manifest.condition.prefix, manifest.condition.caption_dim or 0)
         np.savez(prompts, embeddings=np.random.default_rng(0).standard_normal(shape, np.float32))
     count = 2 * IMAGES_PER_SHARD * len(manifest.all_sizes)
-    data = ["data", bundle, "--prompts", prompts, "--count", count, "--output", folder / "data", "--threads", 1]
+    data = ["data", bundle, "--count", count, "--output", folder / "data", "--threads", 1]
+    data += [] if prompts is None else ["--prompts", prompts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", IMAGES_PER_SHARD)
         assert run_program(["train-drafter", *map(str, data)]) == 0

@@ -26,6 +26,7 @@ def _read_checkpoints(
 read_llamagen = partial(_read_checkpoints, "llamagen")
 read_par = partial(_read_checkpoints, "par")
 read_nar = partial(_read_checkpoints, "nar")
+read_rar = partial(_read_checkpoints, "rar")
 read_anole = partial(_read_checkpoints, "anole")
 read_lumina = partial(_read_checkpoints, "lumina")
 read_lumina2 = partial(_read_checkpoints, "lumina2")

@@ -53,9 +53,11 @@ class OutputLayer(nn.Module):
     def __init__(self, weights: StoredWeights) -> None:
         super().__init__()
         is_deep = "head.first.weight" in weights
-        weight = _read_weight(weights, "head.second.weight" if is_deep else "head.weight").T.contiguous()
+        last = "head.second" if is_deep else "head"
+        weight = _read_weight(weights, f"{last}.weight").T.contiguous()
+        has_bias = f"{last}.bias" in weights
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", _read_weight(weights, "head.second.bias") if is_deep else torch.zeros(len(weight)))
+        self.register_buffer("bias", _read_weight(weights, f"{last}.bias") if has_bias else torch.zeros(len(weight)))
         self.register_buffer("hidden_weight", _read_weight(weights, "head.first.weight") if is_deep else None)
         self.register_buffer("hidden_bias", _read_weight(weights, "head.first.bias") if is_deep else None)
 
