@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, get_args
 
@@ -76,8 +76,7 @@ def register_input(part_class: type[Part]) -> None:
     for name, words in own_words.items():
         if {words.field, words.option.name, words.chunk or name} != {name}:
             raise RequestError("needs the same name in Python, HTTP, options and recipes", field=name)
-        _check_name(name, part_class.__name__, *METHODS_BY_PARAMETER, *SAMPLING)
-    _check_tables_are_unread(part_class.__name__)
+        _check_new_option(name, part_class.__name__, SAMPLING)
     for part in [*PARTS]:
         if any(words.parameter in own_words for words in part.words):
             PARTS.remove(part)
@@ -101,8 +100,7 @@ def register_sampling_setting(name: str, annotation: Any, make_filter: Callable[
     Raises:
         RequestError: the name is in use, or a command or server of this process came before.
     """
-    _check_name(name, "name", *METHODS_BY_PARAMETER, *WORDS)
-    _check_tables_are_unread(name)
+    _check_new_option(name, "name", WORDS)
     OWN_FILTERS[name] = make_filter
     add_sampling_setting(name, annotation)
 
@@ -119,17 +117,15 @@ def _check_method_class(method_class: Any) -> None:
                 raise RequestError(field=place, expected='Literal["NAME"] = "NAME", a name without spaces, : and =')
         elif info.is_required():
             raise RequestError("has no default", field=place, remedy="give the parameter a default")
-        else:
-            _check_name(info.alias or field, place, *SAMPLING, *WORDS)
+        elif (info.alias or field) in ("size", *Sampling.model_fields, *SAMPLING):
+            raise RequestError("is the name of another setting", field=place, remedy="give it another name")
 
 
-def _check_name(name: str, place: str, *names_in_use: str) -> None:
+def _check_new_option(name: str, place: str, names_of_users: Iterable[str]) -> None:
+    """Check the name of an input or a setting, and that no module has taken its options from the tables yet."""
     built_in = {"prompts", *Options.__annotations__, *Sampling.model_fields, *chain(*PARAMETER_NAMES.values())}
-    if not name.isidentifier() or name in built_in.union(names_in_use):
+    if not name.isidentifier() or name in {*built_in, *METHODS_BY_PARAMETER, *names_of_users}:
         raise RequestError(field=place, found=format_value(name), expected="a name that no other parameter has")
-
-
-def _check_tables_are_unread(name: str) -> None:
     if sys.modules.keys() & BUILT_FROM_TABLES:
         remedy = "register it before the first command or server of the process"
         raise RequestError("is registered too late", field=name, remedy=remedy)

@@ -311,7 +311,7 @@ class TakenParameter(MethodConfig):
         (OtherSjd, "method sjd: is the name of lantern_rt.methods.SpeculativeJacobi; give"),
         (Autoregressive, "method ar: is the name of lantern_rt.methods.Autoregressive; give"),
         (NoDefault, "NoDefault.length: has no default"),
-        (TakenParameter, "TakenParameter.top_k: found 'top_k', expected a name that no other parameter has"),
+        (TakenParameter, "TakenParameter.top_k: is the name of another setting"),
     ],
 )
 def test_a_wrong_method_is_not_registered(method_class: Any, words: str) -> None:
@@ -381,7 +381,7 @@ def test_inputs_and_settings_are_used_only_as_they_were_registered_last() -> Non
 
 def test_inputs_and_settings_are_registered_before_the_first_command() -> None:
     importlib.import_module("lantern_rt.cli.options")
-    with expect_error(RequestError, "Own: is registered too late; register it before the first command or server"):
+    with expect_error(RequestError, "own: is registered too late; register it before the first command or server"):
         register_input(make_part("own"))
     with expect_error(RequestError, "own: is registered too late"):
         register_sampling_setting("own", float, lambda value: lambda *arguments: (0.0, 0.0))
