@@ -65,10 +65,10 @@ class TokenIds(Subject):
     label: tuple[int, ...]
 
     @classmethod
-    def split(cls, value: Any) -> list[Any]:
+    def name_items(cls, value: Any) -> list[tuple[str, Any]]:
         ids = convert_to_list(value)
         is_batch = bool(ids) and all(isinstance(row, list | tuple | np.ndarray) for row in ids)
-        return ids if is_batch else [ids]
+        return super().name_items(ids if is_batch else [ids])
 
     @classmethod
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:

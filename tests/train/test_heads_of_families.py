@@ -13,7 +13,7 @@ import pytest
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
-from lantern_rt.prepared import compute_prefixes, load_model
+from lantern_rt.prepared import load_model
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.likelihood import compute_sequence_hidden_states, compute_sequence_logits
@@ -107,8 +107,7 @@ def test_training_data_have_the_targets_hidden_states(trained_bundle: TrainedBun
             assert (source.rows, source.columns, source.num_cells) == (size.rows, size.columns, size.codes)
             images = shard.read_images(slice(0, 3))
             request = read_prompts(trained_bundle).request(number, IMAGES_PER_SHARD, FIRST_SEED) | {"size": size.name}
-            images_of_request = pipeline.check(**request, method="ar").images
-            prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images_of_request))[:3]
+            prompts = list(pipeline.prepare(pipeline.check(**request, method="ar")).prompts())[:3]
             model = load_model(pipeline.bundle, pipeline.engines, [])
             layout = pipeline.bundle.manifest.layout(size)
             guidance = Guidance(sampling, layout)
