@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union
 
 from pydantic import (
@@ -18,9 +19,11 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    create_model,
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
@@ -175,6 +178,11 @@ class Sampling(ExtendedModel, strict=True):
         return self.repetition_penalty not in (None, 1.0)
 
     @property
+    def own_settings(self) -> dict[str, Any]:
+        """Settings that `register_sampling_setting` added, and that have an effect."""
+        return {name: value for name, value in self if name not in Sampling.model_fields and value is not None}
+
+    @property
     def uses_guidance(self) -> bool:
         """Whether at least the first tokens of an image are sampled with guidance, which needs an unconditional row."""
         # 2^30 is more tokens than any image has, so a small percentage is not rounded to 0 tokens.
@@ -199,6 +207,22 @@ SAMPLING = {
     for name, field in Sampling.model_fields.items()
     if any(isinstance(mark, SettableByRequest) for mark in field.metadata)
 }
+
+
+@cache
+def find_sampling_class() -> type[Sampling]:
+    """Return the class of the sampling settings of requests: `Sampling`, to which settings of users may be added."""
+    own: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in SAMPLING.items() if name not in Sampling.model_fields
+    }
+    return create_model("Sampling", __base__=Sampling, **own) if own else Sampling
+
+
+def add_sampling_setting(name: str, annotation: Any) -> None:
+    """Add a setting to the table. Users call `register_sampling_setting`."""
+    marked: Any = Annotated[annotation, SettableByRequest()]
+    SAMPLING[name] = FieldInfo.from_annotated_attribute(marked, None)
+    find_sampling_class.cache_clear()
 
 
 class MethodRequirements(NamedTuple):

@@ -18,6 +18,7 @@ from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import GroupOrderSpec
 
 FORMAT_VERSION = "4.0"
+DECODERS = ("target", "prefix", "drafter")  # roles of the graphs of decoders
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -221,6 +222,12 @@ class Manifest(FrozenModel):
     )
     files: dict[str, FileEntry]
     provenance: Provenance
+
+    @property
+    def decoders(self) -> dict[str, DecoderSpec | DrafterSpec]:
+        """Sizes of the decoders by role. `prefix`, which few bundles have, runs passes over prefixes for the target."""
+        specs = self.target, self.target if "prefix" in self.files else None, self.drafter
+        return {role: spec for role, spec in zip(DECODERS, specs, strict=True) if spec is not None}
 
     @property
     def drafters(self) -> list[str]:

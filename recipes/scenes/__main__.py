@@ -172,12 +172,16 @@ def evaluate(
     work: Work = DEFAULT_WORK,
     count: Annotated[int, typer.Option(help="Prompts.")] = 200,
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; may be repeated.")] = None,
+    typed: Annotated[bool, typer.Option("--typed", help="Captions as people type them, not complete ones.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="[default: the bundle's]")] = None,
+    top_p: Annotated[float | None, typer.Option(help="[default: the bundle's]")] = None,
     threads: Threads = 2,
 ) -> None:
     """Generate images of unseen prompts with every method, and measure with the judge how well they agree."""
     from .evaluate import METHODS, evaluate_bundle
 
-    evaluate_bundle(bundle, work, output, count, method or METHODS, threads=threads)
+    options = {"temperature": temperature, "top_p": top_p}
+    evaluate_bundle(bundle, work, output, count, method or METHODS, threads=threads, typed=typed, **options)
 
 
 @app.command()

@@ -35,6 +35,7 @@ from .vq import CODE_DIM, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 128  # neighbours stored per code, for the relaxed acceptance of LANTERN
 PROMPTS_SEED = 930_000
+TEMPERATURE = 0.7  # as many right answers as top-p 0.8, without a sort; at 1 twice as many are wrong
 # A chain, not a tree: with guidance a chain of 9 nodes gave 3.18 tokens per forward pass, trees of 9 nodes gave 3.12.
 TREE = "chain-7"
 DECODING = DecodingDefaults(
@@ -181,7 +182,9 @@ def write_scenes_bundle(
             "target": config.make_target_spec(),
             "drafter": None if drafting is None else drafting.drafter.config.make_drafter_spec(),
             "condition": ConditionSpec(kind="words", prefix=SLOTS),
-            "sampling": Sampling(cfg_scale=load_checkpoint(work_folder / "target.pt").get("cfg_scale", GUIDANCE)),
+            "sampling": Sampling(
+                cfg_scale=load_checkpoint(work_folder / "target.pt").get("cfg_scale", GUIDANCE), temperature=TEMPERATURE
+            ),
             "decoding": DECODING,
         },
         extra_files=extra_files,

@@ -15,17 +15,33 @@ from lantern_rt.compare.turns import ComparedMethod, run_methods_in_turns
 from lantern_rt.pipeline import Pipeline
 
 from .data import render_scenes
-from .judge import SceneJudge, compare_attributes, judge, load_judge
-from .vocabulary import Scene, sample_scene, write_caption
+from .judge import DetectedScene, compare_attributes, judge, load_judge
+from .vocabulary import (
+    GROUND_PHRASES,
+    PLACE_PHRASES,
+    SKY_PHRASES,
+    Scene,
+    sample_scene,
+    write_caption,
+    write_typed_caption,
+)
 
 METHODS = ("ar", "eagle", "lantern", "lantern++")
 PROMPT_SEED = 920_000
+TYPED_SEED = 921_000
 
 
-def sample_prompts(count: int, seed: int = PROMPT_SEED) -> tuple[list[Scene], list[str]]:
-    """Return random scenes that no training step uses, and their captions, which name every attribute."""
-    rng = np.random.default_rng(seed)
+def sample_prompts(count: int, typed: bool = False) -> tuple[list[Scene], list[str]]:
+    """Return random scenes that no training step uses, and their captions.
+
+    Args:
+        count: number of scenes.
+        typed: whether captions are as people type them; otherwise they name every attribute.
+    """
+    rng = np.random.default_rng(TYPED_SEED if typed else PROMPT_SEED)
     scenes = [sample_scene(rng) for _ in range(count)]
+    if typed:
+        return scenes, [write_typed_caption(scene, rng) for scene in scenes]
     return scenes, [write_caption(scene, rng, complete=True) for scene in scenes]
 
 
@@ -47,6 +63,8 @@ def evaluate_bundle(
     methods: Sequence[str] = METHODS,
     batch: int = 8,
     threads: int | None = None,
+    typed: bool = False,
+    **sampling: float | None,
 ) -> dict[str, Any]:
     """Measure every method on the same prompts, and write `evaluation.json` and `methods.jpg`.
 
@@ -58,6 +76,8 @@ def evaluate_bundle(
         methods: decoding methods; the others are compared with the first.
         batch: number of prompts per request.
         threads: number of CPU threads; None: the default of `Pipeline`.
+        typed: whether captions are as people type them; otherwise they name every attribute.
+        sampling: sampling settings by name; None: the bundle's.
 
     Returns:
         The contents of `evaluation.json`. They include the judge's agreement on rendered images, as an upper limit, and
@@ -65,14 +85,17 @@ def evaluate_bundle(
     """
     pipe = Pipeline.from_bundle(bundle, threads)
     judge_model = load_judge(work_folder)
-    scenes, prompts = sample_prompts(count)
+    scenes, prompts = sample_prompts(count, typed)
+    counts = [len(scene.solids) for scene in scenes]
     rendered = render_scenes(scenes, pipe.bundle.manifest.image_height)
+    verdicts = judge(judge_model, rendered, counts)
     report: dict[str, Any] = {
         "prompts": count,
         "judge": {
             name: compute_wilson_interval(values)
-            for name, values in group_by_attribute(match_attributes(judge_model, scenes, rendered)).items()
+            for name, values in group_by_attribute(match_attributes(scenes, prompts, verdicts)).items()
         },
+        "spread": measure_spread(verdicts),
         "tokenizer_psnr": round(measure_tokenizer_psnr(pipe, rendered), 2),
         "methods": {},
     }
@@ -80,15 +103,18 @@ def evaluate_bundle(
     pictures: dict[str, NDArray[np.uint8]] = {}
     first_marks: list[dict[str, bool]] = []  # attribute matches of the first method, the baseline of the others
     requests = [{"prompts": prompts[i : i + batch], "seed": 1000 + i} for i in range(0, count, batch)]
-    compared_methods = [ComparedMethod(method, {"method": method}) for method in methods]
+    settings = {name: value for name, value in sampling.items() if value is not None}
+    compared_methods = [ComparedMethod(method, {"method": method, **settings}) for method in methods]
     all_runs = list(run_methods_in_turns(pipe, compared_methods, requests, with_likelihoods=False))
     for method, runs in zip(methods, zip(*all_runs, strict=True), strict=True):
         pictures[method] = np.stack([np.asarray(image) for run in runs for image in run.images])
         shares = [(len(run.images) / count, run.statistics) for run in runs]
-        marks = match_attributes(judge_model, scenes, pictures[method])
+        verdicts = judge(judge_model, pictures[method], counts)
+        marks = match_attributes(scenes, prompts, verdicts)
         first_marks = first_marks or marks
         report["methods"][method] = {
             "agreement": {name: compute_wilson_interval(values) for name, values in group_by_attribute(marks).items()},
+            "spread": measure_spread(verdicts),
             f"against {methods[0]}": compute_match_differences(marks, first_marks),
             # The harmonic mean: passes add up over requests, so the mean is of passes per token.
             "tokens_per_forward_pass": 1
@@ -117,23 +143,40 @@ def measure_tokenizer_psnr(pipe: Pipeline, pictures: NDArray[np.uint8]) -> float
     return float(-10 * np.log10(np.mean(errors)))
 
 
-def match_attributes(
-    judge_model: SceneJudge, scenes: list[Scene], pictures: NDArray[np.uint8]
-) -> list[dict[str, bool]]:
-    """Return for each image whether the judge finds each attribute of its scene; see `compare_attributes`.
+def match_attributes(scenes: list[Scene], captions: list[str], verdicts: list[DetectedScene]) -> list[dict[str, bool]]:
+    """Return for each image whether the judge found each attribute of its scene that the caption names.
 
     Args:
-        judge_model: judge of scenes.
-        scenes: scenes that the images should show.
+        scenes: scenes that the images should show; see `compare_attributes`.
+        captions: captions of the scenes.
+        verdicts: what the judge found in the images.
     """
-    verdicts = judge(judge_model, pictures, [len(scene.solids) for scene in scenes])
-    return [compare_attributes(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
+    matches = []
+    for scene, caption, verdict in zip(scenes, captions, verdicts, strict=True):
+        phrases = {
+            "sky": SKY_PHRASES[scene.sky],
+            "ground": GROUND_PHRASES[scene.ground],
+            "position": PLACE_PHRASES[scene.solids[0].place],
+        }
+        unnamed = {name for name, options in phrases.items() if not any(phrase in caption for phrase in options)}
+        marks = compare_attributes(scene, verdict)
+        matches.append({name: mark for name, mark in marks.items() if name not in unnamed})
+    return matches
+
+
+def measure_spread(verdicts: list[DetectedScene]) -> dict[str, float]:
+    """Return how evenly images of one solid are spread over skies and places: the entropy in bits, to two decimals."""
+    single = [verdict for verdict in verdicts if len(verdict.solids) == 1]
+    found = {"sky": [verdict.sky for verdict in single], "place": [next(iter(verdict.solids)) for verdict in single]}
+    shares = {name: np.unique(values, return_counts=True)[1] / len(values) for name, values in found.items()}
+    return {name: round(float(-(share * np.log2(share)).sum()), 2) for name, share in shares.items()}
 
 
 def group_by_attribute(image_matches: list[dict[str, bool]]) -> dict[str, list[bool]]:
-    """Return for each attribute the list of its matches, over the images whose scenes have the attribute."""
+    """Return for each attribute the list of its matches, over the images whose scenes have it; `all`: every match."""
     names = sorted({name for mark in image_matches for name in mark})
-    return {name: [mark[name] for mark in image_matches if name in mark] for name in names}
+    matches = {name: [mark[name] for mark in image_matches if name in mark] for name in names}
+    return {"all": [match for mark in image_matches for match in mark.values()], **matches}
 
 
 def compute_match_differences(

@@ -1,4 +1,4 @@
-"""Judge of scenes: a small network that recognises the sky, the ground and the solids of an image.
+"""Judge of scenes: a small network that recognises the sky, the ground and the solids of an image, and counts solids.
 
 The judge's input has 128 x 128 pixels; larger images are averaged down to this size. The judge is trained on rendered
 images with noise; half of them are also encoded and decoded by the VQ tokenizer. Measured agreement cannot exceed the
@@ -6,14 +6,15 @@ judge's accuracy on images that it was not trained on.
 
 `judge.onnx` beside this file is the graph for `lantern-rt eval scenes --agreement`. Its inputs are images
 `[n, 3, 128, 128]` in 0 .. 1 and word ids of captions `[n, length]`. Its output is the agreement `[n]`: the mean
-probability that the judge gives to the attributes in the caption. The graph itself parses captions, by the templates of
-`vocabulary.py`. Only this graph stores the judge's weights; training writes a copy of the graph with other weights.
+probability that the judge gives to the attributes in the caption, of which the number of solids is one. The graph
+itself parses captions, by the templates of `vocabulary.py`. Only this graph stores the judge's weights; training writes
+a copy of the graph with other weights.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,16 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from .data import render_scenes, sample_scenes
-from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene
+from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene, sample_scene
 from .vq import load_vq, to_tensor
 
 JUDGE_FILE = "judge.onnx"
 SHIPPED_JUDGE = Path(__file__).with_name(JUDGE_FILE)
 SEEN = 128  # height and width of the judge's input in pixels
 ABSENT = 0  # colour and shape class of a third of the image without a solid
+RATE = 1e-3
+MOST_SOLIDS = 3
+MIN_GAP = 0.19  # least distance of two solids, as a share of the width; nearer solids hide each other
 FRESH_SEED = 910_000  # seed of scenes for measuring accuracy, which no training step uses
 
 
@@ -40,6 +44,7 @@ class SceneJudge(nn.Module):
 
     The outputs are logits of the sky `[n, skies]` and of the ground `[n, grounds]`. For the left, middle and right
     third of the image, they are also logits of a solid's colour `[n, 3, 1 + colours]` and shape `[n, 3, 1 + shapes]`.
+    The last are logits of the number of solids `[n, 4]`.
     """
 
     def __init__(self) -> None:
@@ -59,8 +64,16 @@ class SceneJudge(nn.Module):
         self.place = nn.Sequential(
             nn.Linear(128 * 8 * 4, 192), nn.SiLU(), nn.Linear(192, 2 + len(COLOURS) + len(SHAPES))
         )
+        self.count = nn.Sequential(
+            nn.Conv2d(128, 24, 1),
+            nn.SiLU(),
+            nn.Flatten(),
+            nn.Linear(24 * 64, 96),
+            nn.SiLU(),
+            nn.Linear(96, MOST_SOLIDS + 1),
+        )
 
-    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         maps = self.body(pictures)
         around = self.scene(F.adaptive_avg_pool2d(maps, (4, 1)).flatten(1))
         # The thirds overlap, since a solid may reach into the next third: [n, places, 128, 8, 4].
@@ -68,7 +81,7 @@ class SceneJudge(nn.Module):
         solids = self.place(thirds.flatten(2))
         colours = solids[..., : 1 + len(COLOURS)]
         shapes = solids[..., 1 + len(COLOURS) :]
-        return around[:, : len(SKIES)], around[:, len(SKIES) :], colours, shapes
+        return around[:, : len(SKIES)], around[:, len(SKIES) :], colours, shapes, self.count(maps)
 
 
 @dataclass(frozen=True)
@@ -79,19 +92,36 @@ class DetectedScene:
         sky: one of `SKIES`.
         ground: one of `GROUNDS`.
         solids: colour and shape of each solid, by its third of the image: `left`, `middle` or `right`.
+        count: number of solids, 0 .. 3; `solids` has as many as the image should show.
     """
 
     sky: str
     ground: str
     solids: dict[str, tuple[str, str]]
+    count: int
 
 
-def make_class_labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sample_judge_scene(rng: np.random.Generator) -> Scene:
+    """Return a random scene; in half of the scenes 0 .. 3 solids, often alike, stand anywhere, as in wrong images."""
+    scene = sample_scene(rng)
+    if rng.random() < 0.5:
+        return scene
+    spots: list[float] = []
+    for x in rng.uniform(0.14, 0.86, rng.integers(MOST_SOLIDS + 1)):
+        if all(abs(x - other) > MIN_GAP for other in spots):
+            spots.append(float(x))
+    alike = rng.random() < 0.7
+    others = (sample_scene(rng).solids[0] for _ in spots)
+    solids = (replace(scene.solids[0] if alike else other, size=other.size) for other in others)
+    return replace(scene, solids=tuple(replace(s, x=x) for s, x in zip(solids, sorted(spots), strict=True)))
+
+
+def make_class_labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the class indices that the judge should predict for scenes.
 
     Returns:
-        Four tensors: sky `[n]`, ground `[n]`, colour `[n, 3]` and shape `[n, 3]`. Colour and shape are given for the
-        left, middle and right third of the image; class 0 means no solid.
+        Five tensors: sky `[n]`, ground `[n]`, colour `[n, 3]`, shape `[n, 3]` and number of solids `[n]`. Colour and
+        shape are given for the left, middle and right third of the image; class 0 means no solid.
     """
     colours = np.zeros((len(scenes), 3), np.int64)
     shapes = np.zeros((len(scenes), 3), np.int64)
@@ -102,7 +132,8 @@ def make_class_labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tens
             shapes[i, place] = SHAPES.index(solid.shape) + 1
     sky = torch.tensor([SKIES.index(scene.sky) for scene in scenes])
     ground = torch.tensor([GROUNDS.index(scene.ground) for scene in scenes])
-    return sky, ground, torch.from_numpy(colours), torch.from_numpy(shapes)
+    count = torch.tensor([len(scene.solids) for scene in scenes])
+    return sky, ground, torch.from_numpy(colours), torch.from_numpy(shapes), count
 
 
 @torch.no_grad()
@@ -115,20 +146,22 @@ def judge(model: SceneJudge, pictures: NDArray[np.uint8], num_solids: list[int])
             the image that show a solid with the highest probability.
     """
     verdicts = []
-    sky, ground, colours, shapes = model(_to_judge_input(pictures))
+    sky, ground, colours, shapes, counts = model(_to_judge_input(pictures))
     present = 1 - colours.softmax(-1)[..., ABSENT]
-    for i, count in enumerate(num_solids):
-        places = sorted(present[i].topk(count).indices.tolist())
+    for i, expected_count in enumerate(num_solids):
+        places = sorted(present[i].topk(expected_count).indices.tolist())
         solids_by_place = {
             PLACES[p]: (COLOURS[int(colours[i, p, 1:].argmax())], SHAPES[int(shapes[i, p, 1:].argmax())])
             for p in places
         }
-        verdicts.append(DetectedScene(SKIES[int(sky[i].argmax())], GROUNDS[int(ground[i].argmax())], solids_by_place))
+        found_sky = SKIES[int(sky[i].argmax())]
+        found_ground = GROUNDS[int(ground[i].argmax())]
+        verdicts.append(DetectedScene(found_sky, found_ground, solids_by_place, int(counts[i].argmax())))
     return verdicts
 
 
 def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch: int = 32, seed: int = 4) -> None:
-    """Train a judge, write `work_folder/judge.onnx`, and print the judge's accuracy on scenes not used for training.
+    """Train the recipe's judge further, write `work_folder/judge.onnx`, and print its accuracy on other scenes.
 
     Args:
         work_folder: folder with the VQ tokenizer.
@@ -140,7 +173,8 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
     torch.manual_seed(seed)
     vq = load_vq(work_folder)
     size = vq.config.image_size
-    scenes = sample_scenes(num_scenes, seed + 77)
+    rng = np.random.default_rng(seed + 77)
+    scenes = [sample_judge_scene(rng) for _ in range(num_scenes)]
     parts = []
     for i in range(0, num_scenes, 500):
         rendered = render_scenes(scenes[i : i + 500], size)
@@ -150,13 +184,12 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
             parts.append(_to_uint8_images(_to_judge_input(rendered)))
     pictures = np.concatenate(parts)
     targets = make_class_labels(scenes)
-    model = SceneJudge()
-    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
-    rng = np.random.default_rng(seed)
+    model = load_judge().train()
+    optimiser = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
     start = last_print = time.monotonic()
     step = 0
     while (progress := (time.monotonic() - start) / (60 * minutes)) < 1:
-        optimiser.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50, (1 - progress) / 0.7)
+        optimiser.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / 50, (1 - progress) / 0.7)
         chosen = rng.integers(0, num_scenes, batch)
         images = to_tensor(pictures[chosen])
         # Random contrast and noise keep the judge from depending on exact pixel values.
@@ -202,10 +235,14 @@ def measure_judge_accuracy(model: SceneJudge, scenes: list[Scene], pictures: NDA
 def compare_attributes(scene: Scene, verdict: DetectedScene) -> dict[str, bool]:
     """Return whether each attribute of a scene was detected in its image.
 
-    The attributes are sky and ground; for one solid its position, colour and shape; for two solids `pair colours` and
-    `pair shapes`, which count as correct only if both solids are correct.
+    The attributes are sky, ground and the number of solids; for one solid its position, colour and shape; for two
+    solids `pair colours` and `pair shapes`, which count as correct only if both solids are correct.
     """
-    marks = {"sky": scene.sky == verdict.sky, "ground": scene.ground == verdict.ground}
+    marks = {
+        "sky": scene.sky == verdict.sky,
+        "ground": scene.ground == verdict.ground,
+        "count": len(scene.solids) == verdict.count,
+    }
     if len(scene.solids) == 1:
         solid = scene.solids[0]
         (place, (colour, shape)), *_ = verdict.solids.items()

@@ -136,6 +136,13 @@ def write_caption(scene: Scene, rng: np.random.Generator, complete: bool = False
     return " ".join([words, *around])
 
 
+def write_typed_caption(scene: Scene, rng: np.random.Generator) -> str:
+    """Return a random caption as people type it: colours and shapes, often the ground, but neither place nor sky."""
+    phrases = [_describe_solid(solid, rng, True, 0.3, 0.1) for solid in scene.solids]
+    words = phrases[0] if len(phrases) == 1 else f"{phrases[0]} {_pick(rng, BESIDE)} {phrases[1]}"
+    return f"{words} {_pick(rng, GROUND_PHRASES[scene.ground])}" if rng.random() < 0.75 else words
+
+
 def vocabulary() -> list[str]:
     """Return all words of the templates, sorted. They are the only words that the model knows."""
     groups: list[object] = [SHAPES, COLOURS, SIZES, FINISHES, LEFT_OF, RIGHT_OF, BESIDE, ("a", "an", "one")]
@@ -145,11 +152,17 @@ def vocabulary() -> list[str]:
     return sorted(set(re.findall(r"[a-z]+", text)))
 
 
-def _describe_solid(solid: Solid, rng: np.random.Generator, with_colour: bool) -> str:
+def _describe_solid(
+    solid: Solid,
+    rng: np.random.Generator,
+    with_colour: bool,
+    size_probability: float = 0.6,
+    finish_probability: float = 0.35,
+) -> str:
     words = []
-    if rng.random() < 0.6:
+    if rng.random() < size_probability:
         words.append(_pick(rng, SIZE_WORDS[solid.size]))
-    if rng.random() < 0.35:
+    if rng.random() < finish_probability:
         words.append(_pick(rng, FINISH_WORDS[solid.finish]))
     if with_colour:
         words.append(solid.colour)

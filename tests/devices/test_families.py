@@ -19,6 +19,7 @@ BUNDLE_FIXTURES = [
     "glm_image_bundle",
     "emu3_bundle",
     "simplear_bundle",
+    "gear_bundle",
     "par_bundle",
     "rar_bundle",
     "nar_bundle",

@@ -17,6 +17,8 @@ from checkpoint_copies import (
     EMU3,
     EMU35,
     EMU35_VQ,
+    GEAR,
+    GEAR_FILES,
     GLM_IMAGE,
     JANUS,
     JANUS_CONVERTED,
@@ -28,6 +30,7 @@ from checkpoint_copies import (
     PROLOGUE,
     PROLOGUE_CONFIG,
     PROLOGUE_VQ,
+    QWEN3,
     RAR,
     SIMPLEAR,
     T2I,
@@ -36,6 +39,7 @@ from checkpoint_copies import (
     config_path,
     copy_as_shards,
     copy_checkpoint,
+    copy_gear,
     copy_json,
     copy_published_emu3,
     copy_weights,
@@ -44,6 +48,7 @@ from family_readers import (
     read_anole,
     read_emu3,
     read_emu35,
+    read_gear,
     read_glm_image,
     read_janus,
     read_llamagen,
@@ -73,6 +78,7 @@ READERS: dict[Path, Reader] = {
     SIMPLEAR: lambda target: read_simplear(target, COSMOS, grid=4),
     JANUS: read_janus,
     JANUS_CONVERTED: read_janus,
+    QWEN3: lambda text_encoder: read_gear(GEAR, **GEAR_FILES | {"text_encoder": text_encoder}),
     GLM_IMAGE: lambda target: read_glm_image(target, grid=2),
 }
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
@@ -138,6 +144,11 @@ def edit_llamagen(edit: Any = None, **fields: Any) -> Reader:
         copy_weights(folder, C2I, edit or (lambda weights: None)),
         config=copy_json(config_path(C2I), folder / "config.json", **fields),
     )
+
+
+def edit_gear(edit: Any = None, **arguments: Any) -> Reader:
+    """Return a reader of GEAR-T2I with edited weights and other training arguments; None removes an argument."""
+    return lambda folder: read_gear(copy_gear(folder, edit or (lambda weights: None), **arguments), **GEAR_FILES)
 
 
 def edit_groups(

@@ -62,7 +62,7 @@ def test_agreement_is_the_mean_probability_of_named_attributes(
     judge: PromptAgreementModel, scene_images: np.ndarray
 ) -> None:
     with torch.no_grad():
-        sky, ground, colours, shapes = (
+        sky, ground, colours, shapes, counts = (
             logits.softmax(-1).numpy() for logits in load_judge()(to_tensor(scene_images[:8]))
         )
     for i in (i for i in range(8) if len(SCENES[i].solids) == 1):
@@ -73,14 +73,15 @@ def test_agreement_is_the_mean_probability_of_named_attributes(
         place = PLACES.index(solid.place)
         colour = colours[i, place, 1 + COLOURS.index(solid.colour)]
         shape = shapes[i, place, 1 + SHAPES.index(solid.shape)]
+        count = counts[i, 1]
         ground_phrase = GROUND_PHRASES[scene.ground][1]
         sky_phrase = SKY_PHRASES[scene.sky][2]
         prompts = {
-            f"a {solid.shape}": [shape],
-            f"a {solid.colour} {solid.shape}": [colour, shape],
-            f"a {solid.colour} {solid.shape} {ground_phrase}": [colour, shape, ground_probability],
-            f"a {solid.shape} {sky_phrase}": [shape, sky_probability],
-            f"a {solid.shape} {PLACE_PHRASES[solid.place][1]}": [shape, 1 - colours[i, place, 0]],
+            f"a {solid.shape}": [shape, count],
+            f"a {solid.colour} {solid.shape}": [colour, shape, count],
+            f"a {solid.colour} {solid.shape} {ground_phrase}": [colour, shape, ground_probability, count],
+            f"a {solid.shape} {sky_phrase}": [shape, sky_probability, count],
+            f"a {solid.shape} {PLACE_PHRASES[solid.place][1]}": [shape, 1 - colours[i, place, 0], count],
         }
         agreement = judge([Image.fromarray(scene_images[i])] * len(prompts), list(prompts))
         assert agreement == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
@@ -93,8 +94,16 @@ def test_a_wrong_place_or_a_missing_solid_lowers_the_agreement(judge: PromptAgre
     without_place, at_right_place, at_wrong_place, counted_twice = judge([image] * 4, prompts)
     assert without_place > 0.9
     assert at_right_place > 0.9
-    assert at_wrong_place == pytest.approx(without_place * 2 / 3, abs=0.02)  # two of three attributes agree
-    assert counted_twice == pytest.approx(without_place / 2, abs=0.02)  # the image has one of the two cubes
+    assert at_wrong_place == pytest.approx(without_place * 3 / 4, abs=0.02)  # three of four attributes agree
+    assert counted_twice == pytest.approx(without_place * 2 / 5, abs=0.02)  # colour and shape of one of two cubes
+
+
+def test_a_solid_too_many_lowers_the_agreement(judge: PromptAgreementModel) -> None:
+    solids = tuple(Solid("cone", "green", "large", "matte", x) for x in (0.27, 0.73))
+    image = Image.fromarray(render_scenes([Scene("night", "sand", solids, 3)])[0])
+    one, two = judge([image] * 2, ["a green cone", "a green cone and a green cone"])
+    assert two > 0.9
+    assert one == pytest.approx(two * 2 / 3, abs=0.02)  # two of three attributes agree
 
 
 def test_captions_of_two_solids_agree_only_with_the_right_scene(judge: PromptAgreementModel) -> None:
@@ -108,8 +117,8 @@ def test_captions_of_two_solids_agree_only_with_the_right_scene(judge: PromptAgr
     assert judge([image] * 3, true_captions).min() > 0.9
     false_captions = ["a red ball left of a green cube", "a red cube left of a green ball"]
     swapped_places_agreement, swapped_colours_agreement = judge([image] * 2, false_captions)
-    assert swapped_places_agreement == pytest.approx(0.8, abs=0.05)  # four of five attributes agree
-    assert swapped_colours_agreement < 0.65
+    assert swapped_places_agreement == pytest.approx(5 / 6, abs=0.05)  # five of six attributes agree
+    assert swapped_colours_agreement < 0.7
 
 
 def test_a_saved_judge_gives_the_same_agreement(

@@ -84,7 +84,7 @@ def test_exact_methods_generate_the_tokens_of_ar_in_batches(results_by_method: R
 
 def test_a_seed_gives_the_same_tokens_with_every_onnx_runtime(results_by_method: ResultsByMethod) -> None:
     digests = [sha256(codes.tobytes()).hexdigest()[:16] for codes in results_by_method["ar"].codes]
-    assert digests == ["049ad42d3a923d2d", "4b8735a7d432545f"]  # `.ci/run` checks the lowest and the newest release
+    assert digests == ["7b8486f0a8d25da9", "42da9a1f938bc652"]  # `.ci/run` checks the lowest and the newest release
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}, {"temperature": 0}], ids=str)
@@ -144,7 +144,7 @@ def test_sunset_is_redder_than_night_and_grass_is_green(results_by_method: Resul
     sunset, night = results_by_method[method].images
     sky_colors = [np.asarray(image)[: image.height * 5 // 16].mean((0, 1)) for image in (sunset, night)]
     assert sky_colors[0][0] > sky_colors[1][0] + 60
-    red, green, blue = np.asarray(sunset)[-sunset.height // 8 :].mean((0, 1))
+    red, green, blue = np.asarray(sunset)[-sunset.height // 8 :, sunset.width // 2 :].mean((0, 1))
     assert green > red
     assert green > blue
 

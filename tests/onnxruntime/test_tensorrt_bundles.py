@@ -168,6 +168,21 @@ def test_row_ends_halve_the_nodes_of_a_pass(tmp_path: Path, host_library: HostTe
     assert (engines.max_nodes, engines.max_rows) == (max_nodes // 2, 6)
 
 
+def test_a_prefix_graph_has_an_engine_of_its_own(
+    tmp_path: Path, host_library: HostTensorRT, gear_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_host_engines(gear_bundle, tmp_path / "plans", max_nodes=64)
+    assert [*open_engine_folder(folder).manifest.graphs] == ["target", "prefix", "vq_decoder"]
+    prompts = ["a red fox", "a small house near the sea"]
+    cpu_pipe, pipeline = (Pipeline.from_bundle(gear_bundle, threads=1, engines=engines) for engines in (None, folder))
+    for expected, codes in zip(*(pipe(prompts, seed=2).codes for pipe in (cpu_pipe, pipeline)), strict=True):
+        np.testing.assert_array_equal(codes, expected)
+    monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
+    report, _ = verify_module.verify_engines(open_bundle(gear_bundle), open_engine_folder(folder), lambda *stage: None)
+    assert report.passed
+    assert {row["graph"].partition(":")[0] for row in report.distributions} == {"target.onnx", "prefix.onnx"}
+
+
 def generate_and_release(bundle: Path, folder: Path) -> None:
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
     pipeline(embeddings=make_embeddings(pipeline), method="eagle:tree=chain-3", seed=1)

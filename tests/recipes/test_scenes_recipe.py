@@ -126,8 +126,9 @@ def test_muon_updates_have_singular_values_near_one() -> None:
 
 def test_attributes_are_compared_with_scenes_of_one_and_two_solids() -> None:
     single = Scene("night", "sand", (Solid("cone", "green", "large", "matte", 0.5),), 3)
-    marks = compare_attributes(single, DetectedScene("night", "snow", {"middle": ("green", "cube")}))
-    assert marks == {"sky": True, "ground": False, "position": True, "colour": True, "shape": False}
+    marks = compare_attributes(single, DetectedScene("night", "snow", {"middle": ("green", "cube")}, 2))
+    expected = {"sky": True, "ground": False, "count": False, "position": True, "colour": True, "shape": False}
+    assert marks == expected
     pair = Scene(
         "clear",
         "wood",
@@ -135,9 +136,9 @@ def test_attributes_are_compared_with_scenes_of_one_and_two_solids() -> None:
         3,
     )
     marks = compare_attributes(
-        pair, DetectedScene("clear", "wood", {"left": ("red", "cone"), "right": ("blue", "star")})
+        pair, DetectedScene("clear", "wood", {"left": ("red", "cone"), "right": ("blue", "star")}, 2)
     )
-    assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
+    assert marks == {"sky": True, "ground": True, "count": True, "pair colours": True, "pair shapes": False}
 
 
 def test_the_judge_recognizes_attributes_of_rendered_scenes() -> None:
@@ -153,5 +154,6 @@ def test_an_evaluation_reports_methods_judge_and_tokenizer(tmp_path: Path) -> No
     assert report["judge"]["sky"][0] == report["judge"]["ground"][0] == 1
     assert 20 < report["tokenizer_psnr"] < 40
     (method_report,) = report["methods"].values()
-    assert method_report["agreement"].keys() == report["judge"].keys() > {"sky", "ground"}
+    assert method_report["agreement"].keys() == report["judge"].keys() > {"all", "count", "sky", "ground"}
+    assert method_report["spread"].keys() == report["spread"].keys() == {"sky", "place"}
     assert (tmp_path / "methods.jpg").exists()

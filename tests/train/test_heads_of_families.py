@@ -13,7 +13,7 @@ import pytest
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
-from lantern_rt.prepared import compute_prefixes, load_model
+from lantern_rt.prepared import load_model
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.likelihood import compute_sequence_hidden_states, compute_sequence_logits
@@ -32,9 +32,21 @@ from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, get_shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
-FAMILIES = ("t2i", "rar", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear", "prologue")
+FAMILIES = (
+    "t2i",
+    "gear",
+    "rar",
+    "anole",
+    "janus",
+    "lumina",
+    "lumina2",
+    "small_glm_image",
+    "emu3",
+    "simplear",
+    "prologue",
+)
 PROMPTS = ("a red cube", "sand on a cube", "red sand")
-IMAGES_PER_SHARD = 6
+IMAGES_PER_SHARD = 24
 NUM_IMAGES = 8  # compared with plain decoding
 METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")
 
@@ -73,7 +85,7 @@ def trained_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         prompts = folder / "prompts.npz"
         shape = (3, manifest.condition.prefix, manifest.condition.caption_dim or 0)
         np.savez(prompts, embeddings=np.random.default_rng(0).standard_normal(shape, np.float32))
-    count = (2 if prompts else 10) * IMAGES_PER_SHARD * len(manifest.all_sizes)
+    count = 2 * IMAGES_PER_SHARD * len(manifest.all_sizes)
     data = ["data", bundle, "--count", count, "--output", folder / "data", "--threads", 1]
     data += [] if prompts is None else ["--prompts", prompts]
     with pytest.MonkeyPatch.context() as patch:
@@ -108,8 +120,7 @@ def test_training_data_have_the_targets_hidden_states(trained_bundle: TrainedBun
             assert (source.rows, source.columns, source.num_cells) == (size.rows, size.columns, size.codes)
             images = shard.read_images(slice(0, 3))
             request = read_prompts(trained_bundle).request(number, IMAGES_PER_SHARD, FIRST_SEED) | {"size": size.name}
-            images_of_request = pipeline.check(**request, method="ar").images
-            prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images_of_request))[:3]
+            prompts = list(pipeline.prepare(pipeline.check(**request, method="ar")).prompts())[:3]
             model = load_model(pipeline.bundle, pipeline.engines, [])
             layout = pipeline.bundle.manifest.layout(size)
             guidance = Guidance(sampling, layout)

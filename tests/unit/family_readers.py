@@ -24,6 +24,7 @@ def _read_checkpoints(
 
 
 read_llamagen = partial(_read_checkpoints, "llamagen")
+read_gear = partial(_read_checkpoints, "gear")
 read_par = partial(_read_checkpoints, "par")
 read_nar = partial(_read_checkpoints, "nar")
 read_rar = partial(_read_checkpoints, "rar")
