@@ -247,7 +247,8 @@ class Manifest(FrozenModel):
             raise ValueError(f"target vocab_size {vocab_size} is not {times}codebook_size {self.codebook_size}")
         if self.drafter and self.drafter.hidden_size != (expected := self.target.hidden_size):
             raise ValueError(f"drafter hidden_size {self.drafter.hidden_size} is not the target's, {expected}")
-        if (tokens := self.condition.prefix + self.max_image_tokens - 1) > (limit := self.target.max_positions):
+        start = self.condition.find_first_position(None) or self.condition.prefix
+        if (tokens := start + self.max_image_tokens - 1) > (limit := self.target.max_positions):
             raise ValueError(f"prefix and image need {tokens:,} positions, but target max_positions is {limit:,}")
         for quality, preset in self.presets.items():
             if preset.devices is not None and quality != "strict":
