@@ -5,6 +5,7 @@
     python benchmarks/against_pytorch.py --official LlamaGen --precision int8 --provider openvino-bf16
     python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # lantern-rt only
     python benchmarks/against_pytorch.py --precision int8 --cfg-tokens 100% 50%           # guidance for half the image
+    python benchmarks/against_pytorch.py --official LlamaGen --precision int8 --memory    # peak memory instead of time
 
     git clone https://github.com/YuqingWang1029/PAR
     python benchmarks/against_pytorch.py --official PAR --shape PAR-4x-B                  # 384 pixels; or PAR-16x-B
@@ -29,19 +30,21 @@ seconds, and the ratio to the first line. It needs `lantern-rt[export]`. There i
 from __future__ import annotations
 
 import argparse
-import importlib
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from random_bundle import SHAPES, ModelShape, random_bundle
+from published_program import GUIDANCE, PROGRAMS, ImageTiming, load_pytorch_generator
+from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline
 from lantern_rt.bundle.files import open_bundle
@@ -52,68 +55,14 @@ from lantern_rt.runtime.heads import draft_head_shapes
 from lantern_rt.train.drafter.heads import RANK, UNITS
 
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "rows:window=8", "rows:window=6", "rows:window=5", "rows:window=4")
-GUIDANCE = 4.0
-# Model families of the published programs, by a model argument that only this program has.
-PROGRAMS = {"par": "ar_token_num", "nar": "medusa_attention_num"}
 PROJECT_IMAGES = 8  # images of the bundle `--project` that give the tokens per pass
-
-
-@dataclass(frozen=True)
-class ImageTiming:
-    """Time to generate one image.
-
-    Attributes:
-        token_seconds: seconds to sample all codes.
-        other_seconds: seconds of the rest, mostly of decoding the codes to pixels.
-        num_passes: forward passes of the target; None for published programs, which do not count them.
-    """
-
-    token_seconds: float
-    other_seconds: float
-    num_passes: int | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self.token_seconds + self.other_seconds
-
-
-def load_pytorch_generator(
-    clone_folder: Path,
-    model_name: str,
-    shape: ModelShape,
-    compiled: bool = False,
-    device: str = "cpu",
-    compute: str = "float32",
-) -> Callable[[], ImageTiming]:
-    """Return a function that generates an image with the published code and random weights."""
-    sys.path.insert(0, str(clone_folder))
-    gpt = importlib.import_module("autoregressive.models.gpt")
-    family = next((family for family, name in PROGRAMS.items() if hasattr(gpt.ModelArgs, name)), "llamagen")
-    if family != shape.family:
-        sys.exit(
-            f"{clone_folder} is the program of {family}, but the shape is of {shape.family}: choose another --shape"
-        )
-    generate = importlib.import_module("autoregressive.models.generate").generate
-    vq = importlib.import_module("tokenizer.tokenizer_image.vq_model").VQ_models["VQ-16"]().eval().to(device)
-    groups = (
-        {"ar_token_num": shape.cells_per_pass, "spe_token_num": shape.cells_per_pass - 1}
-        if shape.family == "par"
-        else {}
-    )
-    model = gpt.GPT_models[model_name](block_size=shape.grid**2, **groups).eval().to(device, getattr(torch, compute))
-    model = torch.compile(model, fullgraph=True) if compiled else model
-    options = {"cfg_scale": GUIDANCE, "top_k": 0, "temperature": 1.0, **groups}
-
-    @torch.no_grad()
-    def generate_image() -> ImageTiming:
-        start_time = time.perf_counter()
-        codes = generate(model, torch.tensor([1], device=device), shape.grid**2, **options)
-        codes.cpu()  # waits for the device
-        codes_time = time.perf_counter()
-        vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid]).cpu()
-        return ImageTiming(codes_time - start_time, time.perf_counter() - codes_time)
-
-    return generate_image
+# Runs a command of lantern-rt, which imports no PyTorch, and prints the memory of the process.
+LANTERN = """
+import sys
+from lantern_rt.cli.main import run_program
+assert run_program(sys.argv[1:]) == 0
+print(open("/proc/self/status").read())
+"""
 
 
 def make_lantern_generator(
@@ -170,6 +119,16 @@ def time_images_in_turns(
     return timings_by_label
 
 
+def print_peak_memory(label: str, arguments: Sequence[object]) -> None:
+    """Run a Python program in a process of its own, and print the most memory that it had at once (Linux).
+
+    The program prints /proc/self/status. The `ru_maxrss` of a child would include the memory of this process.
+    """
+    process = subprocess.run([sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
+    (kilobytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", process.stdout, re.MULTILINE)
+    print(f"  {label:46} {int(kilobytes) * 1024 / 1e9:7.2f} GB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's, PAR's or NAR's code")
@@ -183,6 +142,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of both programs")
     parser.add_argument("--compute", choices=("float32", "float16"), default="float32", help="type of both targets")
     parser.add_argument("--provider", help="provider of the image decoder, such as openvino-bf16 [default: --device]")
+    parser.add_argument("--memory", action="store_true", help="print the peak memory of each program, not its time")
     parser.add_argument("--project", default="scenes", help="bundle whose tokens per forward pass are used")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -202,6 +162,22 @@ def main() -> None:
             opened.warm_up()
             return opened
 
+        options = {"compute": arguments.compute, "precision": precision, "vq_precision": vq}
+        bundle = arguments.bundle or random_bundle(shape, Path(folder) / name, **options)
+        if shape.family not in PROGRAMS and not arguments.bundle:
+            add_random_draft_heads(bundle)
+        methods = arguments.methods or (["groups"] if shape.family in PROGRAMS else METHODS)
+        if arguments.memory:
+            if arguments.official:
+                sizes = [size, shape.family, shape.grid, shape.cells_per_pass, arguments.threads]
+                program_file = Path(__file__).with_name("published_program.py")
+                print_peak_memory("PyTorch eager", [program_file, arguments.official, *sizes])
+            for method in methods:
+                run = ["run", bundle, "--class-id", 1, "--cfg-scale", GUIDANCE, "--method", method, "--provider", "cpu"]
+                run += ["--threads", arguments.threads, "--output", Path(folder) / f"{method}.png"]
+                print_peak_memory(method, ["-c", LANTERN, *run])
+            return
+
         generators: dict[str, Callable[[], ImageTiming]] = {}
         if arguments.official:
             placement = {"device": arguments.device, "compute": arguments.compute}
@@ -212,16 +188,12 @@ def main() -> None:
                 generators[f"{program}, torch.compile"] = load_pytorch_generator(
                     arguments.official, size, shape, compiled=True, **placement
                 )
-        options = {"compute": arguments.compute, "precision": precision, "vq_precision": vq}
-        bundle = arguments.bundle or random_bundle(shape, Path(folder) / name, **options)
         if shape.family in PROGRAMS:
             llamagen_shape = replace(SHAPES[size], grid=shape.grid)
             llamagen_bundle = random_bundle(llamagen_shape, Path(folder) / "llamagen", **options)
             generators[f"ar of LlamaGen, {size}"] = make_lantern_generator(open_pipeline(llamagen_bundle), "ar", None)
-        elif not arguments.bundle:
-            add_random_draft_heads(bundle)
         method_pipeline = open_pipeline(bundle)
-        for method in arguments.methods or (["groups"] if shape.family in PROGRAMS else METHODS):
+        for method in methods:
             tokens_per_pass = measure_tokens_per_pass(arguments.project, method)
             label = f"{method} (replayed: {tokens_per_pass:.2f} tokens a pass)" if tokens_per_pass else method
             for share in arguments.cfg_tokens:

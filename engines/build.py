@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..bundle.files import Bundle
+from ..bundle.manifest import DECODERS
 from ..errors import EngineError
 from ..output.files import check_new_folder, write_folder_atomically
 from .contracts import Progress
@@ -17,7 +18,7 @@ from .precisions import check_matmul_support
 from .profiles import RTX, BuildOptions, ShapeProfile, profiles
 from .trt.builder import Inputs, build_engine_file, format_build_commands, import_library, write_device_graph
 
-ROLES = ("target", "drafter", "vq_decoder")
+ROLES = (*DECODERS, "vq_decoder")
 
 
 def build_engines(

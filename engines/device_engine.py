@@ -140,6 +140,7 @@ class DeviceEngine(ABC):
     """Base class of engines that run a decoder in the device layout (`device_graph.py`).
 
     Args:
+        graphs: the decoder, and the graph that runs passes over prefixes if it is another one.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
         dtype: type of caches; hidden states have the type `get_hidden_dtype(dtype)`.
         num_cache_heads: number of heads, if a cache stores each head separately; None: all heads are in one column.
@@ -147,7 +148,7 @@ class DeviceEngine(ABC):
 
     def __init__(
         self,
-        graph: ExecutableGraph,
+        graphs: Sequence[ExecutableGraph],
         inputs: Sequence[TensorSpec],
         spec: DecoderSizes,
         code_embeddings: Floats | None,
@@ -157,7 +158,8 @@ class DeviceEngine(ABC):
     ) -> None:
         self.spec = spec
         self.device = device
-        self._graph = graph
+        self._graph = graphs[0]
+        self._prefix_graph = graphs[-1]
         self._dtype = get_hidden_dtype(dtype)
         table = None if code_embeddings is None else np.ascontiguousarray(code_embeddings, self._dtype)
         self._embedding_table = None if table is None else device.upload(table)
@@ -237,7 +239,8 @@ class DeviceEngine(ABC):
             placed |= {name.replace("past", "present", 1): value for name, value in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
-            return BoundForwardPass(self._graph, self.device, feeds, placed, is_recurring)
+            graph = self._graph if batch.embeds is None else self._prefix_graph
+            return BoundForwardPass(graph, self.device, feeds, placed, is_recurring)
 
         # Hidden states from a pass that recurs stay at one address. Others have a new address in every pass.
         is_recurring = hidden is None or (

@@ -23,6 +23,8 @@ def declare_condition_tensors(condition: ConditionSpec, hidden_size: int) -> _De
     dtypes = {"caption_embeds": ("float32",)}
     inputs = [TensorSpec(name, dtypes.get(name, ("int64",)), axes) for name, axes in shapes[condition.kind].items()]
     lengths: tuple[int | str, ...] = ("tokens", "uncond_tokens") if condition.kind == "tokens" else (prefix, prefix)
+    if condition.padding is not None:
+        lengths = ("tokens", 1)
     outputs = (
         TensorSpec("prefix_embeds", ("float32",), ("rows", lengths[0], hidden_size)),
         TensorSpec("uncond_embeds", ("float32",), ("rows", lengths[1], hidden_size)),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..bundle.manifest import Manifest
+from ..bundle.manifest import DECODERS, Manifest
 from ..errors import RequestError
 from ..inputs import format_value
 from ..methods import FrozenModel
@@ -59,7 +59,7 @@ def count_profile_columns(shape_profiles: Sequence[ShapeProfile]) -> int:
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[ShapeProfile, ...]:
     """Return the optimization profiles of a graph: two for a decoder, and one for the VQ decoder."""
-    if role not in ("target", "drafter"):
+    if role not in DECODERS:
         return (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)
     nodes = options.max_nodes

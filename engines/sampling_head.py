@@ -42,9 +42,9 @@ class SamplingHead(NamedTuple):
     def supports(sampling: Sampling) -> bool:
         """Return whether a graph can sample with these settings.
 
-        Repetition penalties, and top-p before top-k, are computed on the host instead.
+        Repetition penalties, filters of users, and top-p before top-k, are computed on the host instead.
         """
-        if sampling.has_repetition_penalty:
+        if sampling.has_repetition_penalty or sampling.own_settings:
             return False
         has_two_filters = not sampling.greedy and sampling.top_k > 0 and sampling.top_p < 1
         return not has_two_filters or sampling.filter_order.startswith("top-k")

@@ -40,17 +40,16 @@ def compare_engines(
 
     Yields the precision of a decoder, and the outputs of one forward pass with the expected outputs.
     """
-    for spec in (bundle.manifest.target, bundle.manifest.drafter):
-        if spec is None or spec.role not in folder.manifest.graphs:
+    for role, spec in bundle.manifest.decoders.items():
+        if role not in folder.manifest.graphs:
             continue
-        role = spec.role
         built = folder.manifest.graphs[role]
         graph = folder.folder / f"{role}.onnx"
         if compute_blake2b(graph) != built.onnx:
             raise folder.make_mismatch_error("another graph", "the graph that its engine was built from", graph)
         engine = open_trt_engine(folder.manifest.backend, folder.engine_path(role)) if run_engines else nullcontext()
         with engine as runner:
-            for name, feeds, outputs, expected in _run_forward_passes(bundle, spec, graph, built):
+            for name, feeds, outputs, expected in _run_forward_passes(bundle, role, spec, graph, built):
                 progress(f"comparing {role}: {name}", 0, 1)
                 yield spec.precision, CaseResult(f"{role}.onnx: {name}", outputs, expected)
                 if runner is not None:
@@ -70,15 +69,15 @@ def open_trt_engine(backend: str, path: Path) -> Any:
 
 
 def _run_forward_passes(
-    bundle: Bundle, spec: DecoderSizes, graph_path: Path, built_graph: BuiltEngine
+    bundle: Bundle, role: str, spec: DecoderSizes, graph_path: Path, built_graph: BuiltEngine
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
     """Run a prefill, a chain of draft tokens and a draft tree, and append their keys and values to the KV cache.
 
     Yields the name of a pass, inputs and outputs of the engine's graph, and the outputs of the bundle's graph.
     """
-    is_drafter = spec.role == "drafter"
+    is_drafter = role == "drafter"
     prefix = bundle.manifest.condition.prefix
-    path = bundle.path(spec.role)
+    path = bundle.path(role)
     rng = np.random.default_rng(0)
     capacity = count_profile_columns(built_graph.profiles)
     tensors = declare_device_tensors(spec, ("float32", "float16"), capacity)

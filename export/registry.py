@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Names of the modules in `export.families`, each with a `ModelFamily` named `FAMILY`. The first is the default family.
 FAMILIES = (
     "llamagen",
+    "gear",
     "par",
     "nar",
     "rar",
@@ -33,6 +34,7 @@ FAMILIES = (
     "emu3",
     "emu35",
     "simplear",
+    "prologue",
 )
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import __version__
-from ..bundle.manifest import FORMAT_VERSION, CheckpointFileRecord, FileEntry, Manifest, compute_sha256
+from ..bundle.manifest import DECODERS, FORMAT_VERSION, CheckpointFileRecord, FileEntry, Manifest, compute_sha256
 from ..engines.contracts import Progress
 from ..engines.host import EXPORT_BYTES, check_space
 from ..errors import CheckpointError
@@ -65,7 +65,8 @@ def export_model(
     graph_files: dict[str, GraphFile] = {}
     for done, graph in enumerate(graphs):
         progress("preparing graphs", done, len(graphs))
-        graph_files[graph.role] = make_graph_file(graph, precisions.choose_storage_rule(graph.role))
+        rule = precisions.choose_storage_rule(graph.role)
+        graph_files[graph.role] = make_graph_file(graph, rule, graph_files.get("target"))
     progress("preparing graphs", len(graphs), len(graphs))
     size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
     bundle_bytes = sum(file.weight_bytes for file in graph_files.values()) + size
@@ -119,7 +120,7 @@ def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence
         convert = (
             convert_to_float16 if precisions.compute_type == "float16" else partial(replace, compute_type="bfloat16")
         )
-        graphs = [convert(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
+        graphs = [convert(graph) if graph.role in DECODERS else graph for graph in graphs]
     if precisions.vq == "fp16":
         graphs = [replace(graph, compute_type="float16") if graph.role == "vq_decoder" else graph for graph in graphs]
     return graphs

@@ -33,10 +33,10 @@ TYPE_CHECKING = False  # not from `typing`, because Ctrl-C during the import of 
 if TYPE_CHECKING:
     from .asynchronous import AsyncPipeline
     from .bundle.files import open_bundle
+    from .extending import register_input, register_method, register_sampling_setting
     from .options import Options
     from .pipeline import Pipeline
     from .results import Result, StreamStep
-    from .runtime.drafters import register_method
     from .runtime.statistics import Statistics
 
 _SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -62,7 +62,9 @@ __all__ = [
     "TreeError",
     "__version__",
     "open_bundle",
+    "register_input",
     "register_method",
+    "register_sampling_setting",
 ]
 
 _MODULES_BY_NAME = {  # public name -> module that defines the name
@@ -73,7 +75,9 @@ _MODULES_BY_NAME = {  # public name -> module that defines the name
     "Statistics": ".runtime.statistics",
     "StreamStep": ".results",
     "open_bundle": ".bundle.files",
-    "register_method": ".runtime.drafters",
+    "register_input": ".extending",
+    "register_method": ".extending",
+    "register_sampling_setting": ".extending",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from difflib import get_close_matches
 
 # Names in diffusers, vLLM and other programs, without dashes and underscores, and what has their place here.
 _NAMES_HERE = {
@@ -29,7 +28,7 @@ _REASONS = {
     "to": 'give from_bundle a provider, such as provider="cuda"',
     "workers": "leave it out: one process shares its passes among all requests",
 }
-_MIN_SIMILARITY = 0.75  # share of letters in common from which a name counts as misspelt
+_MAX_EDITS = 2  # changed letters up to which a name counts as misspelt
 
 
 def suggest_name(name: str, known_names: Collection[str]) -> str:
@@ -42,5 +41,18 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
     longer = [known for known in known_names if len(name) > 2 and known.startswith(name)]
     if len(longer) == 1:
         return f"did you mean {longer[0]}?"
-    nearest = get_close_matches(name, known_names, 1, _MIN_SIMILARITY)
-    return f"did you mean {nearest[0]}?" if nearest else ""
+    max_edits = min(_MAX_EDITS, len(name) // 3)  # two other letters make any other name of a short one
+    similar = [known for known in known_names if abs(len(known) - len(name)) <= max_edits]
+    edits, nearest = min([(_count_edits(name, known), known) for known in similar], default=(_MAX_EDITS + 1, ""))
+    return f"did you mean {nearest}?" if edits <= max_edits else ""
+
+
+def _count_edits(name: str, known: str) -> int:
+    """Return how many letters to insert, delete or replace, to make one name of the other (Levenshtein distance)."""
+    counts: list[int] = [*range(len(known) + 1)]  # from the first letters of `name` to each beginning of `known`
+    for i, letter in enumerate(name):
+        before = counts
+        counts = [i + 1]
+        for j, other in enumerate(known):
+            counts.append(min(before[j + 1] + 1, counts[j] + 1, before[j] + (letter != other)))
+    return counts[-1]

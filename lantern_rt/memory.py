@@ -105,7 +105,7 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens
             checks the prompt of every request later.
     """
     manifest = bundle.manifest
-    roles = ["target", "condition", "vq_decoder"]
+    roles = ["target", "prefix", "condition", "vq_decoder"]
     if _uses_drafter_graph(settings):
         roles.insert(1, "drafter")
     weights = sum(count_weight_bytes(bundle, role) for role in roles if role in manifest.files)
@@ -167,12 +167,13 @@ def estimate_forward_pass_memory(
 def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     """Compute how many bytes of memory the weights of a graph take in ONNX Runtime on a CPU.
 
-    ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has.
+    ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has. The graph
+    `prefix` maps the weights that the target's file has.
     """
     manifest = bundle.manifest
-    decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(graph_role)
+    decoder = manifest.decoders.get(graph_role)
     precision = decoder.precision if decoder else manifest.vq_precision if graph_role == "vq_decoder" else None
-    if precision in (*INTEGER_WEIGHTS, INT8):
+    if precision in (*INTEGER_WEIGHTS, INT8) or graph_role == "prefix":
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (graph_role, f"{graph_role}.data"))
     path = bundle.path(graph_role)
     weights = StoredWeights(path).count_float_elements()

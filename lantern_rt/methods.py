@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union
 
 from pydantic import (
@@ -18,9 +19,11 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    create_model,
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
@@ -77,7 +80,8 @@ CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
 def _check_cfg_schedule(schedule: str) -> str:
-    if not re.fullmatch(r"constant|linear|cosine-[0-9]{1,2}(\.[0-9]{1,6})?", schedule):
+    number = r"[0-9]{1,2}(\.[0-9]{1,6})?"
+    if not re.fullmatch(rf"({number}x[0-9]{{1,4}},)?(constant|linear|cosine-{number})", schedule):
         raise ValueError("expected constant, linear, or cosine and its power, such as cosine-2.75")
     return schedule
 
@@ -103,6 +107,7 @@ class Sampling(ExtendedModel, strict=True):
         cfg_schedule: schedule of the guidance scale within an image. `"linear"` gives token t of n tokens, from 1 in
             generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. `"cosine-P"` gives token t, from 0, the
             scale 1 + (cfg_scale - 1) (1 - cos(pi (t / n)^P)) / 2, as in RAR. None: `"constant"`.
+            `"0.7x16,linear"` gives the first 16 tokens the scale 0.7; the schedule is that of the others (Prologue).
         cfg_final: guidance scale at the end of an image, as in Lumina-mGPT 2.0. A larger `cfg_scale` falls to this
             scale within the first rows, and a smaller `cfg_scale` is raised to it (`runtime/guidance.py`). None:
             `cfg_scale` holds for the whole image.
@@ -173,6 +178,11 @@ class Sampling(ExtendedModel, strict=True):
         return self.repetition_penalty not in (None, 1.0)
 
     @property
+    def own_settings(self) -> dict[str, Any]:
+        """Settings that `register_sampling_setting` added, and that have an effect."""
+        return {name: value for name, value in self if name not in Sampling.model_fields and value is not None}
+
+    @property
     def uses_guidance(self) -> bool:
         """Whether at least the first tokens of an image are sampled with guidance, which needs an unconditional row."""
         # 2^30 is more tokens than any image has, so a small percentage is not rounded to 0 tokens.
@@ -197,6 +207,22 @@ SAMPLING = {
     for name, field in Sampling.model_fields.items()
     if any(isinstance(mark, SettableByRequest) for mark in field.metadata)
 }
+
+
+@cache
+def find_sampling_class() -> type[Sampling]:
+    """Return the class of the sampling settings of requests: `Sampling`, to which settings of users may be added."""
+    own: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in SAMPLING.items() if name not in Sampling.model_fields
+    }
+    return create_model("Sampling", __base__=Sampling, **own) if own else Sampling
+
+
+def add_sampling_setting(name: str, annotation: Any) -> None:
+    """Add a setting to the table. Users call `register_sampling_setting`."""
+    marked: Any = Annotated[annotation, SettableByRequest()]
+    SAMPLING[name] = FieldInfo.from_annotated_attribute(marked, None)
+    find_sampling_class.cache_clear()
 
 
 class MethodRequirements(NamedTuple):

@@ -46,8 +46,26 @@ class PreparedRequest:
         return [image.seed for image in self.images]
 
     def prompts(self) -> Iterator[Prompt]:
-        """Yield the prefix of each image."""
-        return compute_prefixes(self.bundle, self.engines, self.images)
+        """Yield the prefix (rows of prompt embeddings) of each image. Images of one prompt share it."""
+        for part in self.images[0].parts:
+            part.encode(self.engines.encode_images)
+        # Outputs of the condition graph for the current image and the one before it, by identity of the inputs.
+        outputs: dict[int, tuple[Floats, Floats]] = {}
+        for _, group in groupby(self.images, lambda image: id(image.subject)):
+            image, *others = group
+            prefix = image.prefix
+            inputs = {id(row.inputs): row.inputs for row in prefix}
+            outputs = {key: outputs.get(key) or self.engines.compute_condition(value) for key, value in inputs.items()}
+            # both [1, prefix, hidden_size], perhaps with different lengths of the prefix
+            cond, uncond = (outputs[id(row.inputs)][row.output] for row in prefix)
+            if [(1, len(row.is_real_token)) for row in prefix] != [cond.shape[:2], uncond.shape[:2]]:
+                problem = f"returned {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens for a prompt"
+                raise BundleError(problem, field=str(self.bundle.path("condition")), remedy="export the bundle again")
+            if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
+                problem = "returned NaN or infinity, so its weights are damaged"
+                raise BundleError(problem, field=str(self.bundle.path("condition")), remedy="export the bundle again")
+            prompt = Prompt(prefix.cond.embed(cond[0]), prefix.uncond.embed(uncond[0]), image.preserved_codes)
+            yield from [prompt] * (1 + len(others))
 
     def model(self) -> LoadedModel:
         """Load the graphs and tables that the decoding method of this request needs."""
@@ -71,29 +89,6 @@ def make_plan(
     """Convert the settings of a request to the form that the runtime reads."""
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
     return Plan(manifest.layout(settings.image_size), settings.sampling, settings.method, nodes, adaptive_window)
-
-
-def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
-    """Yield the prefix (rows of prompt embeddings) of each image of one request. Images of one prompt share it."""
-    for part in images[0].parts:
-        part.encode(engines.encode_images)
-    # Outputs of the condition graph for the current image and the one before it, by identity of the inputs.
-    outputs: dict[int, tuple[Floats, Floats]] = {}
-    for _, group in groupby(images, lambda image: id(image.subject)):
-        image, *others = group
-        prefix = image.prefix
-        inputs = {id(row.inputs): row.inputs for row in prefix}
-        outputs = {key: outputs.get(key) or engines.compute_condition(value) for key, value in inputs.items()}
-        # both [1, prefix, hidden_size], perhaps with different lengths of the prefix
-        cond, uncond = (outputs[id(row.inputs)][row.output] for row in prefix)
-        if [(1, len(row.is_real_token)) for row in prefix] != [cond.shape[:2], uncond.shape[:2]]:
-            problem = f"returned {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens for a prompt"
-            raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
-        if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
-            problem = "returned NaN or infinity, so its weights are damaged"
-            raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
-        prompt = Prompt(prefix.cond.embed(cond[0]), prefix.uncond.embed(uncond[0]), image.preserved_codes)
-        yield from [prompt] * (1 + len(others))
 
 
 def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:

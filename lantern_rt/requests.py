@@ -13,7 +13,7 @@ from .completion import parse_method_config, resolve_method, validate_model
 from .errors import RequestError
 from .hints import suggest_name
 from .inputs import check_int, convert_numpy_value, convert_to_list, format_value
-from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
+from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling, find_sampling_class
 from .options import Options
 from .subjects.base import ImageRequest, RequestContext, make_missing_guidance_error
 from .subjects.table import PARTS, WORDS, choose_subject_kind, list_subjects, restore_subject
@@ -59,7 +59,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
     _check_quality_option(options)
     size = _find_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
-    sampling = validate_model(Sampling, manifest.sampling.model_dump() | parameters)
+    sampling = validate_model(find_sampling_class(), manifest.sampling.model_dump() | parameters)
     sampling = _check_guidance(sampling, parameters.keys(), size.codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
@@ -79,7 +79,7 @@ def _check_option_names(options: Mapping[str, Any]) -> None:
             remedy = f"write it into a method that takes it ({', '.join(methods)}), such as method={example!r}"
             raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
     if unknown:
-        known = ["prompts", *Options.__annotations__]
+        known = [*dict.fromkeys(["prompts", *Options.__annotations__, *WORDS, *SAMPLING])]
         hint = suggest_name(unknown[0], known) or f"expected one of {', '.join(known)}"
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
 
@@ -166,7 +166,7 @@ def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options
 def check_options(num_prompts: int, options: Mapping[str, Any]) -> tuple[int, MethodConfig | None]:
     """Check options as far as possible without a bundle; return the number of images, and the method if named."""
     _check_quality_option(options)
-    validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
+    validate_model(find_sampling_class(), {name: options[name] for name in SAMPLING if name in options})
     images_per_prompt = check_int("num_images", options.get("num_images"), 1, 1, IMAGES_LIMIT)
     _check_seeds(options.get("seed", 0), num_prompts, images_per_prompt)
     method = parse_method_config(options["method"]) if "method" in options else None

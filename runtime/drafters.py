@@ -1,25 +1,11 @@
-"""Table of the drafters of all methods, and the drafters of a batch. `register_method` adds a method of a user."""
+"""Table of the drafters of all methods, and the drafters of a batch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from ..errors import RequestError
-from ..inputs import format_value
-from ..methods import (
-    BUILT_IN_METHODS,
-    METHODS,
-    Autoregressive,
-    GroupDecoding,
-    MethodConfig,
-    RowParallel,
-    Sampling,
-    SpeculativeJacobi,
-    TreeMethod,
-    add_method,
-)
+from ..methods import Autoregressive, GroupDecoding, MethodConfig, RowParallel, SpeculativeJacobi, TreeMethod
 from .drafting import Drafter
 from .eagle import EagleDrafter
 from .group_drafts import GroupDrafter
@@ -66,50 +52,6 @@ DRAFTERS: dict[type[MethodConfig], DrafterFactory] = {
     ),
     GroupDecoding: DrafterFactory(lambda model, method, timer: GroupDrafter(), lambda method, max_nodes: 1),
 }
-
-
-def register_method(method_class: type[MethodConfig], factory: DrafterFactory) -> None:
-    """Add a method of your own, which then works in this process as the built-in methods do.
-
-    Python takes objects of the class; Python, `lantern-rt`, HTTP and recipes take its method string. If the same class
-    is defined and registered again, as by a cell of a notebook, it replaces the earlier one.
-
-    Args:
-        method_class: subclass of `lantern_rt.methods.MethodConfig` with a field `method: Literal["NAME"] = "NAME"`. All
-            further fields are parameters: numbers or texts, with defaults.
-        factory: functions that make the drafter and count the nodes of its drafts.
-
-    Raises:
-        RequestError: an argument has another type, or a name is missing or in use.
-    """
-    _check_method_class(method_class)
-    if not isinstance(factory, DrafterFactory):
-        raise RequestError(field="factory", found=format_value(factory), expected="a DrafterFactory")
-    name = method_class.model_fields["method"].default
-    known = METHODS.get(name, method_class)
-    is_same = (known.__module__, known.__qualname__) == (method_class.__module__, method_class.__qualname__)
-    if known in BUILT_IN_METHODS or not is_same:
-        problem = f"is the name of {known.__module__}.{known.__qualname__}"
-        raise RequestError(problem, field=f"method {name}", remedy="give the method another name")
-    DRAFTERS.pop(known, None)
-    DRAFTERS[method_class] = factory
-    add_method(method_class)
-
-
-def _check_method_class(method_class: Any) -> None:
-    if not (isinstance(method_class, type) and issubclass(method_class, MethodConfig)):
-        expected = "a subclass of MethodConfig"
-        raise RequestError(field="method_class", found=format_value(method_class), expected=expected)
-    for field, info in method_class.model_fields.items():
-        place = f"{method_class.__name__}.{field}"
-        if field == "method":
-            names = get_args(info.annotation)
-            if names != (info.default,) or re.fullmatch(r"[^\s:=]+", names[0]) is None:
-                raise RequestError(field=place, expected='Literal["NAME"] = "NAME", a name without spaces, : and =')
-        elif info.is_required():
-            raise RequestError("has no default", field=place, remedy="give the parameter a default")
-        elif (info.alias or field) in ("size", *Sampling.model_fields):
-            raise RequestError("is the name of another setting", field=place, remedy="give it another name")
 
 
 def _find_drafter_factory(method: MethodConfig) -> DrafterFactory:

@@ -26,7 +26,7 @@ from .engine import (
     read_hidden_states,
     stack_hidden_states,
 )
-from .passes import MIN_NODES, build_committed_mask, stack_padding_masks
+from .passes import MIN_NODES, build_committed_mask, stack_masks
 from .state import ImageSequence, LoadedModel
 from .statistics import EngineTimer
 
@@ -251,7 +251,7 @@ class EagleRunner:
         num_rows = [len(sequence.rows) for sequence in self.sequences]
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
         self.batch_rows = np.split(np.arange(len(self.sequence_of_row)), np.cumsum(num_rows, dtype=np.int64)[:-1])
-        padding = stack_padding_masks([~row.is_real_token for sequence in self.sequences for row in sequence.rows])
+        padding = stack_masks([~row.is_real_token for sequence in self.sequences for row in sequence.rows])
         # Slot p reads token p + 1, which is a token of the image for the last prefix position. So the prefix has one
         # slot less than positions.
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import log
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from .sampling import softmax
 # Returns two thresholds for the finite logits `[n]` that the filters before may include, divided by the temperature.
 # The further arguments are a threshold above which these filters include every logit, and the margin.
 Filter = Callable[[Floats, float, float], tuple[float, float]]
+OWN_FILTERS: dict[str, Callable[[Any], Filter]] = {}  # name of a setting of a user -> function that makes its filter
 
 
 def find_top_k_bounds(k: int, logits: Floats, certain: float, margin: float) -> tuple[float, float]:
@@ -62,4 +64,5 @@ def make_filters(sampling: Sampling) -> list[Filter]:
         filters.reverse()
     if sampling.min_p:
         filters.append(partial(find_min_p_bounds, sampling.min_p))
+    filters += [OWN_FILTERS[name](value) for name, value in sampling.own_settings.items()]
     return [] if sampling.greedy else filters

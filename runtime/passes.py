@@ -15,10 +15,10 @@ from .state import PrefixRow
 MIN_NODES = 2
 
 
-def stack_padding_masks(padding_masks: list[Bools]) -> Bools:
-    """Stack padding masks of different lengths, bool `[rows, longest]`; entries after the end of a mask are False."""
-    stacked = np.zeros((len(padding_masks), max(map(len, padding_masks), default=0)), bool)
-    for stacked_row, row in zip(stacked, padding_masks, strict=True):
+def stack_masks(masks: list[Bools]) -> Bools:
+    """Stack masks of different lengths, bool `[rows, longest]`; entries after the end of a mask are False."""
+    stacked = np.zeros((len(masks), max(map(len, masks), default=0)), bool)
+    for stacked_row, row in zip(stacked, masks, strict=True):
         stacked_row[: len(row)] = row
     return stacked
 
@@ -27,11 +27,12 @@ def build_prefill_mask(is_real_token: Bools, num_nodes: int) -> Bools:
     """Return the attention mask of the prefill, bool `[rows, num_nodes, num_nodes]`.
 
     A real node attends to itself and to the real nodes before it. A padding node attends to every real node, to itself
-    and to the padding before it. Only LANTERN's LlamaGen drafter reads the output of padding, as in its training.
+    and to the padding before it. LANTERN's LlamaGen drafter reads the output of padding, as in its training. GEAR-T2I
+    samples the first code after one.
     """
-    # Nodes after the prefix of a row only fill the mask and count as real. Their output is not read, and they are not
-    # appended to the cache.
-    is_real_token = np.pad(is_real_token, ((0, 0), (0, num_nodes - is_real_token.shape[1])), constant_values=True)
+    # Nodes after the prefix of a row only fill the mask. Their output is not read, and they are not appended to the
+    # cache.
+    is_real_token = np.pad(is_real_token, ((0, 0), (0, num_nodes - is_real_token.shape[1])))
     causal = np.tri(num_nodes, dtype=bool)
     mask: Bools = np.where(is_real_token[:, :, None], causal & is_real_token[:, None], causal | is_real_token[:, None])
     return mask
@@ -62,7 +63,7 @@ class PrefixBatch:
         self._rows = rows
         # Number of tokens of each prefix, padding included, int64 `[rows]`.
         self.lengths = np.array([len(row.embeds) for row in rows], np.int64)
-        padding = stack_padding_masks([~row.is_real_token for row in rows])
+        padding = stack_masks([~row.is_real_token for row in rows])
         # True for padding, bool `[rows, longest prefix]`; the mask has no columns if no prefix has padding.
         self.padding = padding if padding.any() else padding[:, :0]
         self._first_positions = np.array([row.first_code_position for row in rows], np.int64)[:, None]
@@ -76,7 +77,7 @@ class PrefixBatch:
         past_length = engine.past_columns(cache, nodes)
         attention_mask = np.zeros((len(embeds), nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = build_prefill_mask(
-            ~stack_padding_masks([~row.is_real_token for row in self._rows]), nodes
+            stack_masks([row.is_real_token for row in self._rows]), nodes
         )
         positions = np.stack([row.node_positions(nodes) for row in self._rows])
         return PassInput(positions, attention_mask, embeds=padded)

@@ -30,6 +30,8 @@ class OrtGraphLoader:
     def load_decoder(self, spec: DecoderSizes, code_embeddings: Floats | None) -> Engine:
         """Load the target, with the embeddings of its tokens `[vocab_size, hidden_size]`, or the drafter, without."""
         path = self._bundle.path(spec.role)
+        has_prefix_graph = spec.role == "target" and "prefix" in self._bundle.manifest.files
+        prefix_path = self._bundle.path("prefix") if has_prefix_graph else None
         provider = self._providers.get_provider(spec.role)
         if provider in self._devices:
             manifest = self._bundle.manifest
@@ -37,9 +39,16 @@ class OrtGraphLoader:
             # rotary table, which may have rows for several sequences, one per image size.
             max_nodes = manifest.condition.prefix + manifest.max_image_tokens + COLUMN_STEP
             return OrtDeviceEngine(
-                path, spec, code_embeddings, self._threads, self._devices[provider], manifest.target.dtype, max_nodes
+                path,
+                spec,
+                code_embeddings,
+                self._threads,
+                self._devices[provider],
+                manifest.target.dtype,
+                max_nodes,
+                prefix_path,
             )
-        return OrtEngine(path, spec, code_embeddings, self._threads, provider)
+        return OrtEngine(path, spec, code_embeddings, self._threads, provider, prefix_path)
 
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
         """Load a graph without a KV cache, and return a function that returns its outputs in the declared order."""

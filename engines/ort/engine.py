@@ -26,7 +26,8 @@ class OrtEngine:
     """Decoder engine for CPUs, which runs the graph in the bundle.
 
     ONNX Runtime reads keys and values in place from the NumPy arrays of the cache. `code_embeddings` are the embeddings
-    of tokens, `[vocab_size, hidden_size]`, of a target; None: a drafter.
+    of tokens, `[vocab_size, hidden_size]`, of a target; None: a drafter. The graph at `prefix_path`, if any, runs the
+    passes over prefixes.
     """
 
     def __init__(
@@ -36,14 +37,20 @@ class OrtEngine:
         code_embeddings: Floats | None = None,
         threads: int | None = None,
         provider: str = DEFAULT_PROVIDER,
+        prefix_path: Path | None = None,
     ) -> None:
         self.spec = spec
         inputs, outputs = declare_host_tensors(spec)
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
+        self._prefix_graph = self._graph
+        if prefix_path is not None:
+            # Most weights are the target's. Prepacked, they would take as much memory again, for one pass per image.
+            self._prefix_graph = GraphSession(prefix_path, inputs, outputs, threads, provider, prepack=False)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
         self._embedding_table = code_embeddings
-        self._checked_shapes: set[tuple[int, ...]] = set()  # attention mask shapes whose outputs were checked
+        # Graph, and shape of the attention mask, of passes whose outputs were checked.
+        self._checked_shapes: set[tuple[GraphSession, tuple[int, ...]]] = set()
 
     def make_cache(self, rows: int, capacity: int) -> Cache:
         spec = self.spec
@@ -58,11 +65,12 @@ class OrtEngine:
         past_length = check_pass_input(batch, kv_cache, self.spec)
         feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
         feeds.update(zip(self._past, (tensor[:past_length] for tensor in kv_cache.tensors), strict=True))
-        shape = batch.attention_mask.shape
+        graph = self._graph if batch.embeds is None else self._prefix_graph
         # Outputs of a shape are checked once, as checks take time in every pass.
-        run = self._graph.run if shape in self._checked_shapes else self._graph.run_and_check
+        checked = graph, batch.attention_mask.shape
+        run = graph.run if checked in self._checked_shapes else graph.run_and_check
         logits, features, *new_kv = run(feeds)
-        self._checked_shapes.add(shape)
+        self._checked_shapes.add(checked)
         kv_cache.num_passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
@@ -83,19 +91,24 @@ class OrtDeviceEngine(DeviceEngine):
         device: OrtDevice,
         dtype: str = "float32",
         max_nodes: int | None = None,
+        prefix_path: Path | None = None,
     ) -> None:
         options = DeviceGraphOptions(dtype, device.basic_ops_only, None, max_nodes, device.has_cudnn_attention())
-        graph = make_device_graph(path, spec, options)
-        session = GraphSession(
-            path,
-            graph.inputs,
-            graph.outputs,
-            threads,
-            device.provider,
-            model_bytes=graph.model_bytes,
-            allow_graph_capture=True,
-        )
-        super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, num_cache_heads=None)
+        paths = [path] if prefix_path is None else [path, prefix_path]
+        graphs = [make_device_graph(each, spec, options) for each in paths]
+        sessions = [
+            GraphSession(
+                each,
+                graph.inputs,
+                graph.outputs,
+                threads,
+                device.provider,
+                model_bytes=graph.model_bytes,
+                allow_graph_capture=True,
+            )
+            for each, graph in zip(paths, graphs, strict=True)
+        ]
+        super().__init__(sessions, graphs[0].inputs, spec, code_embeddings, device, graphs[0].dtype, None)
 
     def make_cache(self, rows: int, capacity: int) -> DeviceCache:
         return DeviceCache(self._pool, rows, capacity)

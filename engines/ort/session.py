@@ -54,6 +54,7 @@ class GraphSession:
         threads: number of threads; None: one per core.
         model_bytes: serialized graph to run instead of the graph in the file; it reads the same weights.
         allow_graph_capture: whether passes may be recorded as graphs, if the provider supports it.
+        prepack: whether the CPU copies weights to a faster layout. If not, they stay in the memory-mapped file.
 
     Raises:
         EngineError: the provider cannot run the graph.
@@ -69,11 +70,13 @@ class GraphSession:
         provider: str = DEFAULT_PROVIDER,
         model_bytes: bytes | None = None,
         allow_graph_capture: bool = False,
+        prepack: bool = True,
     ) -> None:
         self.path = path
         self.provider = provider
         self._lock = get_device_lock(provider)
-        self.session = load_session(path, choose_thread_count(threads), provider, model_bytes, allow_graph_capture)
+        count = choose_thread_count(threads)
+        self.session = load_session(path, count, provider, model_bytes, allow_graph_capture, prepack)
         with convert_read_errors(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
             for direction, tensors, expected in (
@@ -211,7 +214,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def load_session(
-    path: Path, threads: int, provider: str, model_bytes: bytes | None = None, allow_graph_capture: bool = False
+    path: Path,
+    threads: int,
+    provider: str,
+    model_bytes: bytes | None = None,
+    allow_graph_capture: bool = False,
+    prepack: bool = True,
 ) -> Any:
     """Load a graph on a provider, and check that the provider runs the whole graph.
 
@@ -233,6 +241,7 @@ def load_session(
 
     def configure_options(options: Any) -> None:
         options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.disable_prepacking", str(int(not prepack)))
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
         options.add_session_config_entry("session.force_spinning_stop", "1")  # for releases that ignore the entry above
         on_device = str(int(provider != DEFAULT_PROVIDER))

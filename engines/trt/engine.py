@@ -22,18 +22,19 @@ class TensorRTEngine(DeviceEngine):
 
     def __init__(
         self,
-        executable: TensorRTExecutable,
+        executables: Sequence[TensorRTExecutable],
         spec: DecoderSizes,
         code_embeddings: Floats | None,
         device: OrtDevice,
     ) -> None:
         dtypes = (spec.dtype,) if isinstance(spec, DecoderSpec) else ("float32", "float16")
-        self._executable = executable
-        self._columns = count_profile_columns(executable.profiles)
+        self._executable = executables[0]
+        self._columns = count_profile_columns(self._executable.profiles)
         inputs, outputs = declare_device_tensors(spec, dtypes, self._columns)
-        executable.check_tensors(inputs, outputs)
-        dtype = np.dtype(executable.dtypes["hidden_states"]).name
-        super().__init__(executable, inputs, spec, code_embeddings, device, dtype, num_cache_heads=spec.num_kv_heads)
+        for executable in executables:
+            executable.check_tensors(inputs, outputs)
+        dtype = np.dtype(self._executable.dtypes["hidden_states"]).name
+        super().__init__(executables, inputs, spec, code_embeddings, device, dtype, num_cache_heads=spec.num_kv_heads)
 
     def make_cache(self, rows: int, capacity: int) -> DeviceCache:
         self._executable.check_axis_fits_profile("rows", rows)

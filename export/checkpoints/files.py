@@ -40,7 +40,8 @@ Reader = TypeVar("Reader", bound=Callable[..., Any])
 Item = TypeVar("Item")
 
 _LOG = logging.getLogger(__name__)
-_WRAPPERS = ("model", "module", "state_dict", "ema")  # keys of state dicts by preference; ema: average over training
+# Keys of state dicts by preference; those that end in `ema` are averages over training.
+_WRAPPERS = ("model", "module", "state_dict", "vq", "ema", "vq_ema")
 # Parts that compiled, data-parallel, sharded, checkpointed and averaged modules add to the names of weights.
 _ADDED = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PEFT_PREFIX = "base_model.model."  # of models in which PEFT has merged an adapter
@@ -240,8 +241,9 @@ def read_weights(
     content = _load_file(path)
     if isinstance(content, Mapping):
         kinds = [wrapper for wrapper in _WRAPPERS if isinstance(content.get(wrapper), Mapping)]
-        kind = "ema" if prefer_ema and "ema" in kinds else next(iter(kinds), None)
-        if prefer_ema and kind != "ema":
+        averages = [kind for kind in kinds if kind.endswith("ema")]
+        kind = next(iter(averages if prefer_ema and averages else kinds), None)
+        if prefer_ema and not averages:
             _LOG.warning("%s: has no ema; using its only weights", path)
         elif prefer_ema is None and len(kinds) > 1:
             _LOG.warning("%s: has %s; using %s, --weights ema selects the other", path, " and ".join(kinds), kind)
@@ -286,7 +288,8 @@ def read_training_arguments(path: Path) -> Config:
     """Read the arguments that a training program stored beside the weights of a file; empty if there are none."""
     content = _load_file(path) if path.is_file() and path.suffix in (".pt", ".pth") else {}
     arguments = content.get("args") if isinstance(content, Mapping) else None
-    return Config(path, vars(arguments) if isinstance(arguments, argparse.Namespace) else {})
+    arguments = vars(arguments) if isinstance(arguments, argparse.Namespace) else arguments
+    return Config(path, arguments if isinstance(arguments, Mapping) else {})
 
 
 def strip_wrapper_prefixes(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:

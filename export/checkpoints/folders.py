@@ -198,6 +198,14 @@ class Checkpoint:
         weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
         return Checkpoint(self.path, self.role, weights=weights, prefix=self.prefix + prefix)
 
+    def extract_renamed_weights(self, stored_names: Mapping[str, str]) -> Checkpoint:
+        """Move the weights with these names in the files to a new checkpoint, with the names that the code uses."""
+        new_names = {file_name: name for name, file_name in stored_names.items()}
+        names = [name for name in self.weights if _map_weight_name(name, new_names) != name]
+        extracted = Checkpoint(self.path, self.role, weights={name: self.weights.pop(name) for name in names})
+        extracted.rename_weights(stored_names)
+        return extracted
+
     def load_module_weights(self, module: nn.Module) -> None:
         """Load all weights, without copying them, into a module, which must have the same names and shapes."""
         wanted = module.state_dict()

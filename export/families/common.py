@@ -20,7 +20,7 @@ from ...methods import Eagle, GroupDecoding, Lantern, LanternPlusPlus, Sampling
 from ..checkpoints.deferred import list_concatenated_tensors
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import PromptCondition
-from ..graph.graphs import Graph, make_target_graph, name_test_cases
+from ..graph.graphs import Graph, make_prefix_graph, make_target_graph, name_test_cases
 from ..model import BundleContents
 from ..models.decoder import Decoder
 from ..models.eagle import LoadedDrafter, make_drafter_graph
@@ -35,6 +35,7 @@ _TEST_PIXELS = 128  # image height in test cases of graphs for any size; 720 pix
 def build_image_model(
     *,
     decoder: Decoder,
+    prefix_decoder: Decoder | None = None,
     code_embeddings: Tensor,
     condition: PromptCondition,
     vq: LlamaGenVQ | None,
@@ -50,6 +51,7 @@ def build_image_model(
     """Return the contents of a bundle.
 
     Args:
+        prefix_decoder: decoder for passes over prefixes (`load_prefix_decoder`); None: `decoder`.
         code_embeddings: the target's input embeddings of all image tokens, `[tokens, hidden_size]`. The first rows
             belong to the codes. Further rows belong to other tokens, the last of which is the end-of-row token, or to
             the learned vectors of `order`.
@@ -78,7 +80,10 @@ def build_image_model(
             raise CheckpointError(field="vq", found=f"{vq.config.num_codes} codes", expected=expected)
     assert codebook is not None
     rows, columns = default_grid or (config.grid, config.grid)
-    graphs = [make_target_graph(decoder, list_concatenated_tensors(code_embeddings)[0])]
+    embeddings_of_codes = list_concatenated_tensors(code_embeddings)[0]
+    graphs = [make_target_graph(decoder, embeddings_of_codes)]
+    if prefix_decoder is not None:
+        graphs.append(make_prefix_graph(prefix_decoder, embeddings_of_codes))
     sources += condition.sources
     drafter_spec = None
     if drafter is not None:
@@ -89,7 +94,7 @@ def build_image_model(
         graphs=[
             *graphs,
             condition.graph,
-            *(make_vq_graphs(vq, config.grid, accepts_any_size=bool(sizes)) if vq else []),
+            *(make_vq_graphs(vq, config.grid, accepts_any_size=len(sizes) > 1) if vq else []),
         ],
         code_embeddings=code_embeddings,
         codebook=codebook.numpy(),

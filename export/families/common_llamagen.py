@@ -19,10 +19,16 @@ from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ..checkpoints.files import Config, read_config, read_training_arguments
 from ..checkpoints.folders import Checkpoint
-from ..graph.conditions import CaptionCondition, ClassCondition, make_text_condition
+from ..graph.conditions import CaptionCondition, CaptionProjection, ClassCondition, make_text_condition
 from ..model import BundleContents
 from ..models.decoder import Decoder, DecoderConfig
-from ..models.llama import load_llama_decoder, read_layer_sizes, read_rope_settings, rename_llama_weights
+from ..models.llama import (
+    load_llama_decoder,
+    load_prefix_decoder,
+    read_layer_sizes,
+    read_rope_settings,
+    rename_llama_weights,
+)
 from ..models.t5 import read_text_encoder
 from ..models.vq_checkpoints import read_llamagen_vq
 from .common import build_image_model, check_grid_rows
@@ -61,6 +67,9 @@ class LlamaGenVariant(NamedTuple):
     # Whether the decoder has a second head for the cell below, with one more layer (NAR). The number of layers in the
     # configuration does not include this layer.
     two_heads: bool = False
+    # Name in the files, by name in the decoder, of each weight that passes over prefixes read instead. Such a model
+    # has no embeddings of the unconditional prompt.
+    prefix_weights: Mapping[str, str] = {}
 
 
 _PLAIN = LlamaGenVariant()
@@ -108,10 +117,11 @@ class LlamaGenTransformer(NamedTuple):
 
     decoder: Decoder
     code_embeddings: Tensor  # embeddings of the codes, float32 `[codes, hidden_size]`
-    condition: ClassCondition | CaptionCondition  # module that computes the prefix rows
+    condition: ClassCondition | CaptionProjection  # module that computes the prefix rows
     is_lantern_layout: bool
     config: Config  # configuration; empty if there is no configuration file
     extra_weights: dict[str, Tensor]  # weights that LlamaGen does not have, float32, by their names in the files
+    prefix_decoder: Decoder | None = None  # for passes over prefixes; None: `decoder`
 
 
 def read_llamagen_transformer(
@@ -147,8 +157,12 @@ def read_llamagen_transformer(
         rope_base=values.get_number("rope_base", 10000.0),
     )
     extra_weights = {name: checkpoint.weights.pop(name).float() for name in variant.extra_weights}
+    prefix_weights = checkpoint.extract_renamed_weights(variant.prefix_weights)
     decoder, embeddings = load_llama_decoder(checkpoint, sizes)
-    return LlamaGenTransformer(decoder, embeddings.float(), condition, is_lantern_layout, values, extra_weights)
+    prefix_decoder = load_prefix_decoder(decoder, prefix_weights) if variant.prefix_weights else None
+    return LlamaGenTransformer(
+        decoder, embeddings.float(), condition, is_lantern_layout, values, extra_weights, prefix_decoder
+    )
 
 
 def build_llamagen_model(
@@ -158,6 +172,7 @@ def build_llamagen_model(
     checkpoint = transformer.decoder.checkpoint
     image_tokenizer = read_llamagen_vq(vq, checkpoint.progress, checkpoint.prefer_ema)
     module = transformer.condition
+    assert isinstance(module, ClassCondition | CaptionCondition)
     if text_encoder is None:
         condition = module.make_condition()
     elif isinstance(module, ClassCondition):
@@ -205,7 +220,8 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
         if ("config", values.path) in checkpoint.sources:  # the argument `config`, not a file of the checkpoint
             values.reject_unknown_fields(config_fields)
     names = checkpoint.weights.keys()
-    if "embed.weight" not in names or not {"classes", "captions.uncond"} & names:
+    captions = "captions.first" if variant.prefix_weights else "captions.uncond"
+    if "embed.weight" not in names or not {"classes", captions} & names:
         expected = "a LlamaGen transformer, with class or caption embeddings and tok_embeddings"
         raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     return values, is_lantern_layout
@@ -215,11 +231,13 @@ def _read_training_sizes(path: Path) -> dict[str, Any]:
     """Return the sizes that the arguments of LlamaGen's training program determine; None if a file has none."""
     arguments = read_training_arguments(path)
     image_size = arguments.get_integer("image_size")
-    cells = (image_size // (arguments.get_integer("downsample_size") or _CELL)) ** 2 if image_size else None
-    return {"block_size": cells, "num_classes": arguments.get("num_classes")}
+    cell = arguments.get_integer("downsample_size") or arguments.get_integer("downsample_ratio") or _CELL
+    cells = (image_size // cell) ** 2 if image_size else None
+    names = ("num_classes", "cls_token_num")
+    return {"block_size": cells, **{name: arguments.get(name) for name in names}}
 
 
-def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
+def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionProjection, int]:
     """Move the condition's weights from the checkpoint to a module; return the module and the prefix length."""
     weights = checkpoint.weights
     if "classes" in weights:
@@ -227,14 +245,19 @@ def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCon
         config.check_value("input_type", "c2i", None)
         config.check_sizes_match_weights(num_classes=rows - 1, cls_token_num=1)
         return ClassCondition(weights.pop("classes").float()), 1
-    names = ("captions.first", "captions.second", "captions.uncond")
-    first, second, (prefix, caption_dim) = (list(checkpoint.get_shape(name)) for name in names)
+    has_uncond = "captions.uncond" in weights
+    names = ("captions.first", "captions.second", *(["captions.uncond"] if has_uncond else []))
+    first, second, *uncond = (list(checkpoint.get_shape(name)) for name in names)
+    prefix, caption_dim = uncond[0] if uncond else (config.get_integer("cls_token_num"), first[1])
+    if prefix is None:
+        raise config.make_error("cls_token_num", expected="the number of text tokens")
     config.check_value("input_type", "t2i", "t2i2", None)  # t2i2: second stage of training
     config.check_sizes_match_weights(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
         shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
         raise checkpoint.make_error(found=f"caption weights of {shapes}", expected="shapes that match each other")
-    return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
+    make_condition = CaptionCondition if has_uncond else CaptionProjection
+    return make_condition(*(weights.pop(name).float() for name in names)), prefix
 
 
 def _check_feed_forward_width(checkpoint: Checkpoint, config: Config) -> None:

@@ -72,4 +72,4 @@ def _list_allowed_drafter_values(target: LlamaGenTransformer) -> dict[str, tuple
     }
     if isinstance(condition, ClassCondition):
         return {"input_type": ("c2i",), "num_classes": (len(condition.table) - 1,), **fields}
-    return {"input_type": ("t2i", "t2i2"), "caption_dim": (condition.uncond.shape[1],), **fields}
+    return {"input_type": ("t2i", "t2i2"), "caption_dim": (condition.first.shape[1],), **fields}

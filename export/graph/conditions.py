@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...bundle.conditions import ConditionSpec, TokenLayout
 from ...engines.function_tensors import declare_condition_tensors
 from ..checkpoints.files import read_tokenizer
+from ..models.causal_encoder import CausalEncoder, write_causal_encoder
 from ..models.t5 import write_t5_encoder
 from .graphs import Arrays, Graph, name_test_cases
 from .onnx_ops import ExportGraphWriter
@@ -55,19 +56,35 @@ class ClassCondition(nn.Module):
         return PromptCondition(spec, Graph("condition", self, *declare_condition_tensors(spec, width), cases))
 
 
-class CaptionCondition(nn.Module):
-    """Module that projects text embeddings, padded on the left, to prefix embeddings.
+class CaptionProjection(nn.Module):
+    """Projection of text embeddings to prefix embeddings.
 
-    Weights of the projection's layers are `first [hidden_size, caption_dim]` and `second`, which is square. The text
-    embeddings of the unconditional row are `uncond [prefix, caption_dim]`.
+    Weights of its layers are `first [hidden_size, caption_dim]` and `second`, which is square.
     """
 
-    def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
+    def __init__(self, first: Tensor, second: Tensor) -> None:
         super().__init__()
-        self.first, self.second, self.uncond = (nn.Parameter(w, requires_grad=False) for w in (first, second, uncond))
+        self.first, self.second = (nn.Parameter(w, requires_grad=False) for w in (first, second))
 
     def project(self, captions: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(captions, self.first), approximate="tanh"), self.second)
+
+    def write_nodes(self, ops: ExportGraphWriter, captions: str, name: str | None = None) -> str:
+        """Write the nodes of `project`. The weights have the prefix `caption.`."""
+        first, second = (ops.add_weight(f"caption.{part}", getattr(self, part).t()) for part in ("first", "second"))
+        active = ops.op("Gelu", ops.op("MatMul", captions, first), approximate="tanh")
+        return ops.op("MatMul", active, second, name=name)  # [..., hidden_size]
+
+
+class CaptionCondition(CaptionProjection):
+    """Module that projects text embeddings, padded on the left, to prefix embeddings.
+
+    The text embeddings of the unconditional row are `uncond [prefix, caption_dim]`.
+    """
+
+    def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
+        super().__init__(first, second)
+        self.uncond = nn.Parameter(uncond, requires_grad=False)
 
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:
         prefix = self.project(caption_embeds * caption_mask[..., None])  # [rows, prefix, hidden_size]
@@ -101,6 +118,19 @@ class TextCondition(nn.Module):
         padding = (0, 0, len(self.caption.uncond) - token_ids.shape[1], 0)  # rows before the text
         rows: tuple[Tensor, Tensor] = self.caption(F.pad(states, padding), F.pad(token_mask, padding[2:]))
         return rows
+
+
+class CausalTextCondition(nn.Module):
+    """Module that encodes text to prefix embeddings; `token_ids` and `token_mask` `[rows, tokens]` are padded right."""
+
+    def __init__(self, encoder: CausalEncoder, caption: CaptionProjection) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.caption = caption
+
+    def forward(self, token_ids: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
+        prefix = self.caption.project(self.encoder(token_ids, token_mask))
+        return prefix[:, :-1], prefix[:, -1:]
 
 
 class TokenCondition(nn.Module):
@@ -179,18 +209,41 @@ def _write_text_condition(ops: ExportGraphWriter, encoder: Any, caption_projecti
     prefix = len(caption_projection.uncond)
     states, mask = write_t5_encoder(ops, encoder, prefix)
     real = ops.op("Mul", states, ops.op("Unsqueeze", mask, ops.int_vector(2)))
-    first = ops.add_weight("caption.first", caption_projection.first.t())
-    second = ops.add_weight("caption.second", caption_projection.second.t())
-
-    def project(x: str) -> str:
-        active = ops.op("Gelu", ops.op("MatMul", x, first), approximate="tanh")
-        return ops.op("MatMul", active, second)  # [..., hidden_size]
-
-    text = project(real)  # [rows, tokens, hidden_size]
+    text = caption_projection.write_nodes(ops, real)  # [rows, tokens, hidden_size]
     padding = ops.op("Sub", ops.int_vector(prefix), ops.op("Shape", "token_ids", start=1, end=2))
     # `Pad` takes the padding before each axis, then the padding after each. Only axis 1 is padded, before the text.
     pads = ops.op("Concat", ops.int_vector(0), padding, ops.int_vector(0, 0, 0, 0), axis=0)
     ops.op("Pad", text, pads, name="prefix_embeds")
     rows = ops.op("Shape", "token_ids", start=0, end=1)
     shape = ops.op("Concat", rows, ops.int_vector(prefix, len(caption_projection.second)), axis=0)
-    ops.op("Expand", project(ops.add_weight("caption.uncond", caption_projection.uncond)), shape, name="uncond_embeds")
+    uncond = caption_projection.write_nodes(ops, ops.add_weight("caption.uncond", caption_projection.uncond))
+    ops.op("Expand", uncond, shape, name="uncond_embeds")
+
+
+def make_causal_text_condition(
+    encoder: CausalEncoder, tokenizer_json: bytes, caption: CaptionProjection
+) -> PromptCondition:
+    """Return the condition of text prompts that a causal encoder encodes, such as Qwen3."""
+    prefix = encoder.config.prefix
+    generator = np.random.default_rng(0)
+
+    def make_prompts(lengths: list[int]) -> Arrays:
+        mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
+        ids = generator.integers(encoder.config.vocab_size, size=mask.shape)
+        return {"token_ids": np.where(mask > 0, ids, encoder.padding), "token_mask": mask}
+
+    def write_nodes(ops: ExportGraphWriter) -> None:
+        embeds = caption.write_nodes(ops, write_causal_encoder(ops, encoder))
+        lengths = ops.op("Concat", ops.op("Shape", "token_ids", start=1, end=2), ops.int_vector(1), axis=0)
+        ops.add_node("Split", [embeds, lengths], ["prefix_embeds", "uncond_embeds"], axis=1)
+
+    spec = ConditionSpec(kind="text", prefix=prefix, padding=encoder.padding)
+    graph = Graph(
+        "condition",
+        CausalTextCondition(encoder, caption),
+        *declare_condition_tensors(spec, len(caption.second)),
+        name_test_cases(make_prompts([prefix, max(prefix // 2, 1), 1]), make_prompts([max(prefix // 3, 1)])),
+        write_nodes,
+        tolerance=None,  # some layers amplify the rounding errors of float32
+    )
+    return PromptCondition(spec, graph, tokenizer_json)

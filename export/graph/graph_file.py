@@ -7,9 +7,9 @@ in one file beside the graph, aligned so that they can be memory-mapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -65,10 +65,15 @@ class GraphFile:
     storage_rule: StorageRule
     # Type in which the graph computes. Scales of blocks of integers are stored in this type, too.
     compute_type: ComputeType = "float32"
+    # File that is written before this one, and names of the weights that this graph reads from it.
+    source: GraphFile | None = None
+    shared_weights: Set[str] = frozenset()
+    initializers: dict[str, list[TensorProto]] = field(default_factory=dict)  # written initializers by weight
 
     @property
     def weight_bytes(self) -> int:
-        return sum(part.num_bytes for name in self.weights for part in self.list_initializers(name))
+        own = self.weights.keys() - (self.shared_weights if self.source else set())
+        return sum(part.num_bytes for name in own for part in self.list_initializers(name))
 
     def list_initializers(self, name: str) -> list[Initializer]:
         weight = self.weights[name]
@@ -94,6 +99,10 @@ class GraphFile:
         external = path.with_name(path.name + ".data") if self.weight_bytes > _MIN_EXTERNAL else None
         with external.open("wb") if external else nullcontext() as file:
             for name in self.weights:
+                if self.source and name in self.shared_weights:
+                    self.storage_types[name] = self.source.storage_types[name]
+                    self.model.graph.initializer.extend(self.source.initializers[name])
+                    continue
                 if name in self.storage_types:
                     weight = self.weights[name]
                     kind = self.storage_types[name]
@@ -112,6 +121,7 @@ class GraphFile:
             self.list_initializers(name), (self._iter_weight_chunks(name, scales), scales), strict=False
         ):
             proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=TYPES[part.dtype])
+            self.initializers.setdefault(name, []).append(proto)
             if file is None or part.num_bytes <= _MAX_INLINE:
                 proto.raw_data = b"".join(chunks)
                 progress(part.num_bytes)

@@ -9,7 +9,7 @@ import io
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,7 @@ class Graph:
         tolerance: maximum difference between the outputs of file and module. None: a multiple of the rounding errors in
             float32.
         compute_type: type in which the graph computes. Test cases and module stay float32.
+        shared_weights: names of weights that the target has, too. The graph reads them from the target's files.
     """
 
     role: str
@@ -63,6 +64,7 @@ class Graph:
     write_nodes: Callable[[ExportGraphWriter], None] | None = None
     tolerance: float | None = 1e-4
     compute_type: ComputeType = "float32"
+    shared_weights: Set[str] = frozenset()
 
 
 def convert_to_float16(graph: Graph) -> Graph:
@@ -78,8 +80,11 @@ def convert_to_float16(graph: Graph) -> Graph:
     return replace(graph, inputs=inputs, outputs=outputs, compute_type="float16", tolerance=HALF_TOLERANCE)
 
 
-def make_graph_file(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
-    """Describe the file of a graph. No file is written, and no weight is read."""
+def make_graph_file(graph: Graph, storage_rule: StorageRule = "fp32", target: GraphFile | None = None) -> GraphFile:
+    """Describe the file of a graph. No file is written, and no weight is read.
+
+    `target` is the target's file; None: the file has all weights, also those that the graph shares with the target.
+    """
     if graph.write_nodes is None:
         model, weights = _trace_module(graph)
         storage_types = choose_storage_types(weights, set(weights), set(), storage_rule)
@@ -100,7 +105,8 @@ def make_graph_file(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFi
         narrow = {name for name, kind in storage_types.items() if kind == "float32"} - ops.float32_names
         storage_types |= dict.fromkeys(narrow, "float16")
         storage_rule = "fp16"
-    return GraphFile(model, ops.weights, storage_types, matrix_names, storage_rule, graph.compute_type)
+    sharing = (target, graph.shared_weights)
+    return GraphFile(model, ops.weights, storage_types, matrix_names, storage_rule, graph.compute_type, *sharing)
 
 
 def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:
@@ -124,6 +130,13 @@ def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddin
     return make_decoder_graph(
         decoder, make_inputs, lambda ops: CPUDecoderWriter(ops, decoder).write_graph("input_embeds")
     )
+
+
+def make_prefix_graph(prefix_decoder: Decoder, code_embeddings: Tensor) -> Graph:
+    """Return the graph of a decoder that `load_prefix_decoder` loaded; its tensors are those of the target's graph."""
+    shared_weights = prefix_decoder.state_dict().keys() - prefix_decoder.checkpoint.weights.keys()
+    graph = make_target_graph(prefix_decoder, code_embeddings)
+    return replace(graph, role="prefix", shared_weights=shared_weights)
 
 
 def make_decoder_graph(
@@ -236,7 +249,7 @@ def _convert_model_to_float16(model: onnx.ModelProto) -> None:
                 attribute.i = TensorProto.FLOAT16
             elif tensor.data_type == TensorProto.FLOAT and not tensor.dims:  # norms and resizing keep float32 vectors
                 tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16)))
-        (output,) = node.output
+        output, *_ = node.output
         norm = node.op_type == "InstanceNormalization"
         if norm:
             model.graph.node.append(helper.make_node("Cast", node.input[:1], [f"{output}.wide"], to=TensorProto.FLOAT))

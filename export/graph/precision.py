@@ -14,7 +14,7 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from ...bundle.manifest import Precision
+from ...bundle.manifest import DECODERS, Precision
 from ...engines.host import describe_processor
 from ...errors import CheckpointError, RequestError
 from ..checkpoints.deferred import compute_deferred_tensor
@@ -60,7 +60,7 @@ class Precisions:
         """Image tokenizers have fp32, as `vq` is applied separately."""
         if role == "condition" and self.target != "fp32":
             return "bf16-safe"
-        return self.target if role in ("target", "drafter") else "fp32"
+        return self.target if role in DECODERS else "fp32"
 
     def choose_storage_rule(self, role: str) -> StorageRule:
         precision = self.get_precision(role)

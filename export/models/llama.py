@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -175,6 +176,18 @@ def load_llama_decoder(
         ]
     checkpoint.load_module_weights(decoder)
     return decoder, embeddings
+
+
+def load_prefix_decoder(decoder: Decoder, checkpoint: Checkpoint) -> Decoder:
+    """Load a decoder for prefixes, which has the weights in `checkpoint` instead of those of `decoder` by these names.
+
+    The `checkpoint` of the result has only its own weights.
+    """
+    with skip_weight_allocation():
+        prefix_decoder = Decoder(decoder.config)
+    replace(checkpoint, weights=decoder.state_dict() | checkpoint.weights).load_module_weights(prefix_decoder)
+    object.__setattr__(prefix_decoder, "checkpoint", checkpoint)
+    return prefix_decoder
 
 
 def read_rope_settings(config: Config) -> Config:

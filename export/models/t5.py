@@ -28,9 +28,9 @@ _TIED_TABLE = "encoder.embed_tokens.weight"  # second name of the embedding tabl
 
 
 class LoadedTextEncoder(NamedTuple):
-    """Text encoder, a `T5Stack` of transformers, with the content of its `tokenizer.json` and its files by role."""
+    """Text encoder, with the content of its `tokenizer.json` and its files by role."""
 
-    encoder: Any
+    encoder: Any  # a `T5Stack` of transformers, or a `CausalEncoder`
     tokenizer: bytes
     sources: list[tuple[str, Path]]
 

@@ -40,7 +40,7 @@ class TokenLayout(FrozenModel):
 class ConditionSpec(ExtendedModel):
     """Manifest entry of the condition, from which the graph `condition` computes the prefix embeddings."""
 
-    added_fields = frozenset({"positions_per_class"})
+    added_fields = frozenset({"padding", "positions_per_class"})
 
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count
@@ -48,6 +48,7 @@ class ConditionSpec(ExtendedModel):
     caption_dim: Count | None = None
     cleaning: Literal["llamagen"] | None = None
     layout: TokenLayout | None = None
+    padding: TokenId | None = None
     positions_per_class: Count | None = None
 
     def find_first_position(self, class_id: int | None) -> int | None:
@@ -61,6 +62,7 @@ class ConditionSpec(ExtendedModel):
         for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
             if (getattr(self, field) is not None) != (self.kind == kind):
                 raise ValueError(f"`{field}` is required for kind `{kind}` and not allowed for other kinds")
-        if self.cleaning is not None and self.kind != "text":
-            raise ValueError("`cleaning` is only allowed for kind `text`")
+        for name in ("cleaning", "padding"):
+            if getattr(self, name) is not None and self.kind != "text":
+                raise ValueError(f"`{name}` is only allowed for kind `text`")
         return self

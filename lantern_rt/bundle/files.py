@@ -36,11 +36,11 @@ from ..inputs import (
 )
 from ..runtime.heads import DraftHeads, draft_head_shapes
 from .hub import HUB, fetch_bundle_files, list_allowed_link_targets
-from .manifest import FORMAT_VERSION, FileEntry, Manifest, compute_sha256
+from .manifest import DECODERS, FORMAT_VERSION, FileEntry, Manifest, compute_sha256
 from .onnx_scan import list_external_files
 
 MANIFEST_FILE = "bundle.json"
-GRAPHS = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")  # Roles of files that a runtime loads.
+GRAPHS = (*DECODERS, "condition", "vq_decoder", "vq_encoder")  # Roles of files that a runtime loads.
 EMBEDDED = Path(__file__).resolve().parent.parent / "bundles"
 _MANIFEST_LIMIT = 1 << 20  # Maximum size of a manifest in bytes; typical are a few thousand.
 _HEADER_LIMIT = 1 << 16  # Maximum size of an .npy header in bytes.

@@ -18,6 +18,7 @@ from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import GroupOrderSpec
 
 FORMAT_VERSION = "4.0"
+DECODERS = ("target", "prefix", "drafter")  # roles of the graphs of decoders
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -223,6 +224,12 @@ class Manifest(FrozenModel):
     provenance: Provenance
 
     @property
+    def decoders(self) -> dict[str, DecoderSpec | DrafterSpec]:
+        """Sizes of the decoders by role. `prefix`, which few bundles have, runs passes over prefixes for the target."""
+        specs = self.target, self.target if "prefix" in self.files else None, self.drafter
+        return {role: spec for role, spec in zip(DECODERS, specs, strict=True) if spec is not None}
+
+    @property
     def drafters(self) -> list[str]:
         """Names of the drafters that can make draft trees, `heads` and `eagle`, the default first."""
         return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
@@ -240,7 +247,8 @@ class Manifest(FrozenModel):
             raise ValueError(f"target vocab_size {vocab_size} is not {times}codebook_size {self.codebook_size}")
         if self.drafter and self.drafter.hidden_size != (expected := self.target.hidden_size):
             raise ValueError(f"drafter hidden_size {self.drafter.hidden_size} is not the target's, {expected}")
-        if (tokens := self.condition.prefix + self.max_image_tokens - 1) > (limit := self.target.max_positions):
+        start = self.condition.find_first_position(None) or self.condition.prefix
+        if (tokens := start + self.max_image_tokens - 1) > (limit := self.target.max_positions):
             raise ValueError(f"prefix and image need {tokens:,} positions, but target max_positions is {limit:,}")
         for quality, preset in self.presets.items():
             if preset.devices is not None and quality != "strict":
@@ -290,8 +298,7 @@ class Manifest(FrozenModel):
 
     def _check_first_grids(self) -> None:
         sizes = [size for size in self.sizes if (size.first_grid, size.first_position) != (None, None)]
-        decoder = self.files.get("vq_decoder")
-        parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
+        parts = {"drafter": self.drafter, "row_end": self.row_end}
         unfit = next((name for name, part in parts.items() if part is not None), None)
         if sizes and unfit is not None:
             problem = f"has a first_grid or first_position, which `{unfit}` does not support"
@@ -322,6 +329,11 @@ class Manifest(FrozenModel):
     @property
     def all_sizes(self) -> tuple[Size, ...]:
         return self.sizes or (self.size(),)
+
+    @property
+    def decoded_cells(self) -> int | None:
+        """Number of codes that the image decoder reads; None: it reads grids of any size."""
+        return self.grid_rows * self.grid_columns if len(self.sizes) < 2 else None
 
     def size_in_pixels(self, size: Size) -> tuple[int, int]:
         """Return width and height in pixels of an image of the given size."""

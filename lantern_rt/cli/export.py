@@ -72,7 +72,8 @@ DrafterOption = Annotated[
 TextEncoderOption = Annotated[
     str | None,
     typer.Option(
-        help="Folder of flan-t5-xl, or hf:google/flan-t5-xl. With it the bundle takes prompts, else embeddings."
+        help="Folder of the model's text encoder, or hf:owner/name, such as hf:google/flan-t5-xl (LlamaGen; without it "
+        "the bundle takes embeddings) or hf:Qwen/Qwen3-1.7B (GEAR-T2I)."
     ),
 ]
 ConfigOption = Annotated[

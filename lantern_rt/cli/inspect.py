@@ -68,7 +68,6 @@ def describe_bundle(bundle: Bundle) -> Facts:
     manifest = bundle.manifest
     classes = manifest.condition.classes
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
-    decoders = {"target": manifest.target, "drafter": manifest.drafter}
     sizes = ", ".join(size.name for size in manifest.sizes) or manifest.size().name
     presets: dict[str, str] = {name: str(preset.method) for name, preset in manifest.presets.items()}
     measured: dict[str, str] = {
@@ -97,8 +96,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
         },
         "decoders": {
             name: f"{spec.num_layers} layers of width {spec.hidden_size:,}, {spec.precision}"
-            for name, spec in decoders.items()
-            if spec is not None
+            for name, spec in manifest.decoders.items()
         }
         | ({"heads": f"rank {heads.rank}, {heads.units} units"} if (heads := manifest.heads) else {}),
         "presets": presets,

@@ -25,11 +25,13 @@ COLUMNS = {
     "licence": "{licence}{login_text}",
     "": "{cached_text}",
 }
-# What each family was trained for, and its limits. `text` is LlamaGen with a text encoder.
+# What each family was trained for, and its limits. `llamagen-text` is LlamaGen with a text encoder.
 FAMILIES = {
     "llamagen": "Generates one object of ImageNet's classes in the middle of the image. Takes class ids, not prompts.",
     "rar": "Generates an image of one of ImageNet's classes. Takes class ids, not prompts.",
-    "text": "Takes prompts like captions of web images, cut to 120 tokens. Most of the download is the text encoder.",
+    "llamagen-text": "Takes prompts like captions of web images, cut to 120 tokens. Most of the download is the text "
+    "encoder.",
+    "gear": "Takes prompts of any subject, cut to 300 tokens. Most of the memory is for the text encoder.",
     "anole": "Takes prompts of any subject. A fine-tuned Chameleon, whose weights are for research only.",
     "janus": "Takes prompts of any subject. Has one image size.",
     "lumina": "Takes prompts of any subject, and has many image shapes, of 2,304 tokens each.",
@@ -39,6 +41,7 @@ FAMILIES = {
     "emu3": "Takes prompts of any subject, and has ten image shapes, of 8,100 tokens each.",
     "emu35": "Takes prompts of any subject, and has many image shapes. Largest download, and needs most memory.",
     "simplear": "Takes prompts of any subject. A small download. An image has 4,096 tokens.",
+    "prologue": "Generates an object of ImageNet's classes, after 16 tokens for its layout. Takes class ids.",
 }
 
 
@@ -101,7 +104,7 @@ def _print_model(name: str, model: PublishedModel) -> None:
         option, argument, field = *['"a red fox in deep snow"'] * 2, '"prompt": "a red fox in deep snow"'
     result = f"pipe({argument}, seed=1)"
     print_text(
-        FAMILIES["text" if "text_encoder" in model.files else model.family],
+        FAMILIES.get(model.family if model.classes else f"{model.family}-text") or FAMILIES[model.family],
         format_text_table([*facts.items()]),
         f"\nlantern-rt run {name} {option}\n",
         "from lantern_rt import Pipeline",

@@ -13,7 +13,7 @@ from ..inputs import check_int, convert_read_errors, read_regular_file, split_li
 from ..subjects.base import RequestContext, Subject
 from ..subjects.embeddings import Embedding, read_embeddings
 from ..subjects.prompts import Text
-from ..subjects.table import find_subject_kind
+from ..subjects.table import SUBJECTS_BY_CONDITION
 from ..text.tokenizers import load_bundle_tokenizer
 
 MAX_PROMPTS = 100_000
@@ -60,7 +60,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     """
     manifest = bundle.manifest
     condition = manifest.condition
-    kind = find_subject_kind(condition.kind)
+    kind = SUBJECTS_BY_CONDITION[condition.kind]
     limit = check_int("count", count, CLASSES if condition.classes else MAX_PROMPTS, 1, MAX_PROMPTS)
     if condition.classes:
         if path is not None:

@@ -110,19 +110,14 @@ class Subject(ABC):
     prefix: Prefix  # of the subject alone
 
     @classmethod
-    def split(cls, value: Any) -> list[Any]:
-        """Return one item per prompt of a parameter's value."""
-        return convert_to_list(value)
-
-    @classmethod
     def join(cls, items: Sequence[Any]) -> Any:
         """Return the value of the parameter for one item per prompt."""
         return list(items)
 
     @classmethod
     def name_items(cls, value: Any) -> list[tuple[str, Any]]:
-        """Return one item per prompt, each with its name for errors."""
-        items = cls.split(value)
+        """Return one item per prompt of a parameter's value, each with its name for errors."""
+        items = convert_to_list(value)
         names = [f"{cls.item_name} {i + 1} of {len(items)}" for i in range(len(items))]
         return list(zip(names if len(items) > 1 else [cls.item_name], items, strict=bool(items)))
 

@@ -65,10 +65,10 @@ class TokenIds(Subject):
     label: tuple[int, ...]
 
     @classmethod
-    def split(cls, value: Any) -> list[Any]:
+    def name_items(cls, value: Any) -> list[tuple[str, Any]]:
         ids = convert_to_list(value)
         is_batch = bool(ids) and all(isinstance(row, list | tuple | np.ndarray) for row in ids)
-        return ids if is_batch else [ids]
+        return super().name_items(ids if is_batch else [ids])
 
     @classmethod
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:
@@ -149,6 +149,8 @@ def make_token_prefix(context: RequestContext, ids: Ints) -> Prefix:
     """Build the prefix from the ids of a prompt, int64 `[n]`, without the ids that the template adds."""
     condition = context.condition
     layout = condition.layout
+    if condition.padding is not None:
+        return _make_padded_prefix(ids, condition.prefix, condition.padding)
     if layout is None:
         # The prefix is left-padded: its last positions are real.
         is_real_token = np.arange(condition.prefix) >= condition.prefix - len(ids)
@@ -162,6 +164,18 @@ def make_token_prefix(context: RequestContext, ids: Ints) -> Prefix:
         uncond[len(before) : len(cond) - len(after)] = layout.uncond_fill  # replaces each id of the text
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     return Prefix(*(_make_row(context, inputs, i, tokens) for i, tokens in enumerate((cond, uncond))))
+
+
+def _make_padded_prefix(ids: Ints, prefix_length: int, padding: int) -> Prefix:
+    """Build the prefix of a text with one padding at its end, or none if the text fills the prefix.
+
+    The first code is sampled after the padding, which no code attends to. The unconditional row is a padding alone.
+    """
+    tokens = np.append(ids, padding)[:prefix_length][None]
+    is_real_token = np.arange(tokens.size) < len(ids)
+    inputs = {"token_ids": tokens, "token_mask": is_real_token[None].astype(np.int64)}
+    cond = Row(inputs, 0, is_real_token, first_position=prefix_length)
+    return Prefix(cond, Row(inputs, 1, np.zeros(1, np.bool_), first_position=prefix_length))
 
 
 def _make_row(context: RequestContext, inputs: dict[str, Ints], output: int, tokens: Ints) -> Row:

@@ -15,10 +15,11 @@ from .image_input import ImageInput
 from .negative_prompt import NegativePrompt
 from .prompts import ClassId, Text, TokenIds
 
-# The first kind that a condition takes is the one that errors ask for.
 SUBJECTS: tuple[type[Subject], ...] = (Text, ClassId, TokenIds, Embedding)
-# A part may read what the parts before it changed.
-PARTS: tuple[type[Part], ...] = (NegativePrompt, ImageInput)
+# The first kind that a condition takes is the one that errors ask for.
+SUBJECTS_BY_CONDITION = {condition: kind for kind in reversed(SUBJECTS) for condition in kind.conditions}
+# A part may read what the parts before it changed. The parts of users come last.
+PARTS: list[type[Part]] = [NegativePrompt, ImageInput]
 _ALL_WORDS = [kind.words for kind in SUBJECTS] + [words for kind in PARTS for words in kind.words]
 WORDS: dict[str, Words] = {words.parameter: words for words in _ALL_WORDS}
 # Parameters of a pipeline call and of a server: parameter -> (command-line option, HTTP field).
@@ -31,13 +32,9 @@ PARAMETER_NAMES = {
 }
 
 
-def find_subject_kind(condition_kind: str) -> type[Subject]:
-    return next(kind for kind in SUBJECTS if condition_kind in kind.conditions)
-
-
 def choose_subject_kind(inputs: Mapping[str, Any], condition_kind: str, owner: str) -> type[Subject]:
     """Return the kind of the only subject in a request, which a condition of `owner` must take."""
-    accepted = find_subject_kind(condition_kind)
+    accepted = SUBJECTS_BY_CONDITION[condition_kind]
     present = list_subjects(inputs)
     wrong = next((kind for kind in present if kind is not accepted), None)
     if len(present) != 1 or condition_kind not in present[0].conditions:

@@ -19,9 +19,11 @@ BUNDLE_FIXTURES = [
     "glm_image_bundle",
     "emu3_bundle",
     "simplear_bundle",
+    "gear_bundle",
     "par_bundle",
     "rar_bundle",
     "nar_bundle",
+    "prologue_bundle",
 ]
 
 

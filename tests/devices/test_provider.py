@@ -14,7 +14,6 @@ from lantern_rt import Pipeline
 from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.engines.ort.session import GraphSession
-from lantern_rt.prepared import compute_prefixes
 from lantern_rt.runtime.engine import PassInput
 from lantern_rt.runtime.noise import GROUP_SIZE
 
@@ -90,9 +89,7 @@ def test_target_and_drafter_may_be_on_different_providers(
 
 
 def test_logits_and_states_agree_with_the_cpu_up_to_rounding(device_pipe: Pipeline, cpu_pipe: Pipeline) -> None:
-    (prompt,) = compute_prefixes(
-        device_pipe.bundle, device_pipe.engines, device_pipe.check("a red cube on sand", method="ar").images
-    )
+    (prompt,) = device_pipe.prepare(device_pipe.check("a red cube on sand", method="ar")).prompts()
     embeds = np.stack([prompt.cond.embeds[:6], prompt.uncond.embeds[:6]])
     outputs = []
     for engine in (device_pipe.engines.target, cpu_pipe.engines.target):

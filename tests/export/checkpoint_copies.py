@@ -32,6 +32,16 @@ EMU35_VQ = DATA / "emu3.5/vq"
 EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR = DATA / "simplear/model"
 COSMOS = DATA / "simplear/cosmos"
+PROLOGUE = DATA / "prologue/ar"
+PROLOGUE_VQ = DATA / "prologue/tokenizer"
+PROLOGUE_CONFIG = DATA / "prologue/config.json"
+GEAR = DATA / "gear-t2i/gear-t2i-gpic-1b.pt"
+QWEN3 = DATA / "gear-t2i/text_encoder"
+GEAR_FILES: dict[str, Any] = {
+    "vq": DATA / "gear-t2i/gear-vq.pt",
+    "text_encoder": QWEN3,
+    "config": DATA / "gear-t2i/config.json",
+}
 RAR = DATA / "rar/rar_tiny.bin"
 MASKGIT_VQ = DATA / "rar/maskgit-vqgan-imagenet-f16-256.bin"
 Weights = dict[str, torch.Tensor]
@@ -56,6 +66,16 @@ def copy_weights(folder: Path, source: Path, change_weights: Edit) -> Path:
     output_path = folder / source.name
     torch.save({"model": weights}, output_path)
     return output_path
+
+
+def copy_gear(folder: Path, change_weights: Edit = lambda weights: None, **arguments: Any) -> Path:
+    """Copy GEAR-T2I's file with changed weights and training arguments; the value None removes an argument."""
+    content = torch.load(GEAR, weights_only=True)
+    change_weights(content["ema"])
+    fields = content["args"] | arguments
+    content["args"] = {name: value for name, value in fields.items() if value is not None}
+    torch.save(content, folder / GEAR.name)
+    return folder / GEAR.name
 
 
 def copy_checkpoint(

@@ -17,6 +17,8 @@ from checkpoint_copies import (
     EMU3,
     EMU35,
     EMU35_VQ,
+    GEAR,
+    GEAR_FILES,
     GLM_IMAGE,
     JANUS,
     JANUS_CONVERTED,
@@ -25,6 +27,10 @@ from checkpoint_copies import (
     LUMINA2,
     MASKGIT_VQ,
     MOVQGAN,
+    PROLOGUE,
+    PROLOGUE_CONFIG,
+    PROLOGUE_VQ,
+    QWEN3,
     RAR,
     SIMPLEAR,
     T2I,
@@ -33,6 +39,7 @@ from checkpoint_copies import (
     config_path,
     copy_as_shards,
     copy_checkpoint,
+    copy_gear,
     copy_json,
     copy_published_emu3,
     copy_weights,
@@ -41,16 +48,19 @@ from family_readers import (
     read_anole,
     read_emu3,
     read_emu35,
+    read_gear,
     read_glm_image,
     read_janus,
     read_llamagen,
     read_llamagen_transformer,
     read_lumina,
     read_lumina2,
+    read_prologue,
     read_rar,
     read_simplear,
 )
 from goldens import DATA
+from safetensors.torch import load_file, save_file
 from small_models import save_t5
 
 from lantern_rt.export.checkpoints.folders import Checkpoint
@@ -68,6 +78,7 @@ READERS: dict[Path, Reader] = {
     SIMPLEAR: lambda target: read_simplear(target, COSMOS, grid=4),
     JANUS: read_janus,
     JANUS_CONVERTED: read_janus,
+    QWEN3: lambda text_encoder: read_gear(GEAR, **GEAR_FILES | {"text_encoder": text_encoder}),
     GLM_IMAGE: lambda target: read_glm_image(target, grid=2),
 }
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
@@ -135,6 +146,11 @@ def edit_llamagen(edit: Any = None, **fields: Any) -> Reader:
     )
 
 
+def edit_gear(edit: Any = None, **arguments: Any) -> Reader:
+    """Return a reader of GEAR-T2I with edited weights and other training arguments; None removes an argument."""
+    return lambda folder: read_gear(copy_gear(folder, edit or (lambda weights: None), **arguments), **GEAR_FILES)
+
+
 def edit_groups(
     family: str, source: str = "", target: Path | None = None, grid: int | None = 4, **fields: Any
 ) -> Reader:
@@ -167,6 +183,22 @@ def read_groups_with_code(family: str) -> Reader:
         content = torch.load(GROUP_MODELS[family], weights_only=True)
         torch.save({**content, "scheduler": print}, folder / "target.pt")
         edit_groups(family, target=folder / "target.pt")(folder)
+
+    return read
+
+
+def edit_prologue(name: str = "", change: Any = None, **fields: Any) -> Reader:
+    """Return a reader of Prologue; `change` edits the weights of a file, `fields` replace fields of the settings."""
+
+    def read(folder: Path) -> None:
+        for part in (PROLOGUE, PROLOGUE_VQ):
+            shutil.copytree(part, folder / part.name)
+        if name:
+            weights = load_file(folder / name)
+            change(weights)
+            save_file(weights, folder / name)
+        config = copy_json(PROLOGUE_CONFIG, folder / "config.json", **fields)
+        read_prologue(folder / "ar", folder / "tokenizer", config=config)
 
     return read
 

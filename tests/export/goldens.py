@@ -68,7 +68,7 @@ class GraphRunner:
     """Runner of a decoder graph, with a KV cache that grows with every forward pass."""
 
     def __init__(self, bundle: Path, role: str = "target", rows: int = 1) -> None:
-        spec = getattr(read_manifest(bundle), role)
+        spec = read_manifest(bundle).decoders[role]
         self.session = GraphFileSession(bundle / f"{role}.onnx")
         parts = [f"{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
         self.past = {part: np.zeros((0, rows, spec.num_kv_heads, spec.head_dim), np.float32) for part in parts}

@@ -24,7 +24,7 @@ from lantern_rt.export.families.nar import make_diagonal_order
 from lantern_rt.export.families.par import make_parallel_order
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.prepared import compute_prefixes, load_model
+from lantern_rt.prepared import load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import compute_sequence_logits
 from lantern_rt.runtime.statistics import EngineTimer
@@ -130,7 +130,7 @@ def get_group_layout(pipe: Pipeline) -> GroupLayout:
 def compute_logits(pipe: Pipeline, codes: NDArray[np.int64], prompt: dict[str, Any]) -> NDArray[np.float32]:
     """Compute the conditional and unconditional logits `[2, codes, vocabulary]` of an image."""
     model = load_model(pipe.bundle, pipe.engines, [])
-    (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
+    (rows,) = pipe.prepare(pipe.check(**prompt)).prompts()
     logits = compute_sequence_logits(model, get_group_layout(pipe), [rows.cond, rows.uncond], codes, EngineTimer())
     return np.concatenate([*logits], 1)
 

@@ -44,6 +44,7 @@ GOLDENS = [
     TokenizerGolden("emu3", "emu3_bundle"),
     TokenizerGolden("emu3.5", "emu35_bundle", level=1 / 255, equal_bytes=0.998),
     TokenizerGolden("lumina-mgpt-2", "lumina2_bundle"),
+    TokenizerGolden("gear-t2i", "gear_bundle"),
     TokenizerGolden("rar", "rar_bundle", level=1 / 255, unit=True),
     TokenizerGolden("simplear", "simplear_bundle", ("vq0_", "vq1_")),
 ]

@@ -16,6 +16,7 @@ from checkpoint_copies import (
     EMU3,
     EMU35,
     EMU35_VQ,
+    GEAR_FILES,
     GLM_IMAGE,
     JANUS,
     JANUS_CONVERTED,
@@ -24,6 +25,10 @@ from checkpoint_copies import (
     LUMINA2,
     MASKGIT_VQ,
     MOVQGAN,
+    PROLOGUE,
+    PROLOGUE_CONFIG,
+    PROLOGUE_VQ,
+    QWEN3,
     RAR,
     SIMPLEAR,
     VQ,
@@ -43,10 +48,12 @@ from edited_checkpoints import (
     copy_vq_file,
     edit,
     edit_drafter,
+    edit_gear,
     edit_glm,
     edit_groups,
     edit_json,
     edit_llamagen,
+    edit_prologue,
     edit_published_emu3,
     edit_rar,
     edit_text_encoder,
@@ -68,12 +75,14 @@ from family_readers import (
     read_anole,
     read_emu3,
     read_emu35,
+    read_gear,
     read_glm_image,
     read_janus,
     read_llamagen,
     read_llamagen_transformer,
     read_lumina,
     read_lumina2,
+    read_prologue,
     read_rar,
     read_simplear,
 )
@@ -95,6 +104,7 @@ MODULATION = "adaln_before_head.adaLN_modulation.1.weight"
 EMBED = "model.embed_tokens.weight"
 TIME_CONV = "vqmodel.encoder.time_conv.0.conv.conv.weight"
 QUERY_NORM = "model.layers.0.self_attn.q_norm.bias"
+PROLOGUE_CODES = "semantic_emb.weight"
 KEY_BIAS = "model.layers.1.self_attn.k_proj.bias"
 GLM_CONFIG = "vision_language_encoder/config.json"
 GLM_PROCESSOR = "processor/processor_config.json"
@@ -139,6 +149,29 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit_llamagen(convert_to_booleans("output.weight")), "", "bool floating-point numbers"),
     (edit_llamagen(convert_to_booleans("tok_embeddings.weight")), "tok_embeddings.weight", "bool"),
     (edit_llamagen(convert_to_booleans("cls_embedding.embedding_table.weight")), "embedding_table.weight", "bool"),
+    # GEAR-T2I
+    (edit_gear(text_attn="prefix"), "text_attn", "'prefix' 'causal'"),
+    (edit_gear(cls_token_num=None), "cls_token_num", "the number of text tokens"),
+    (edit_gear(remove_weights("layers.1.attention.wo_text")), "", "layers.1.attention.wo_text.weight first 2 layers"),
+    (
+        edit_gear(lambda w: w.update({"layers.2.attention_norm_text.weight": w["norm.weight"]})),
+        "",
+        "layers.2.attention_norm_text.weight first 2 layers",
+    ),
+    (
+        edit_gear(lambda w: w.update({"layers.0.attention.wo_text.weight": w["output.weight"]})),
+        "",
+        "layers.0.attention.wo_text.weight has shape [128, 40], expected [40, 40]",
+    ),
+    (lambda folder: read_gear(C2I, **GEAR_FILES | {"config": config_path(C2I)}), "", "class-conditional"),
+    (edit(QWEN3, hidden_size=64), "hidden_size", "64 32, the width"),
+    (edit(QWEN3, model_type="qwen2"), "model_type", "'qwen2' 'qwen3' Qwen/Qwen3-1.7B"),
+    (edit(QWEN3, use_sliding_window=True), "use_sliding_window", "True False"),
+    (edit(QWEN3, rope_scaling={"rope_type": "yarn"}), "rope_scaling", "plain positions"),
+    (edit(QWEN3, files={"tokenizer_config.json": edit_json(lambda c: c.update(padding_side="left"))}), "side", "right"),
+    (edit(QWEN3, files={"tokenizer_config.json": edit_json(lambda c: c.pop("pad_token"))}), "pad_token", "a token of"),
+    (edit(QWEN3, without="tokenizer_config.json"), "target", "tokenizer_config.json"),
+    (edit(QWEN3, remove_weights("model.norm.")), "", "missing: model.norm.weight"),
     # NAR and PAR
     (edit_groups("nar", grid=None), "grid", "the weights do not show the grid of codes"),
     (edit_groups("nar", grid=65), "grid", "65 x 65 codes at most 64 rows"),
@@ -347,6 +380,29 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit(SIMPLEAR, lambda w: w.update({EMBED: w[EMBED][:-1]})), "vq", "576 codes 575"),
     (edit(SIMPLEAR, tokenizer=lambda text: text.replace("<|soi|>", "<|sot|>")), "tokenizer.json", "lacks <|soi|>"),
     (copy_vq_file(COSMOS / "decoder.jit", lambda vq: read_simplear(SIMPLEAR, vq, grid=4)), "vq", "no weights"),
+    # Prologue
+    (edit_prologue(rotated_by_position=13), "config.json: rotated_by_position", "13 an even number of the 24"),
+    (edit_prologue(rotated_by_row=14), "config.json: rotated_by_row", "14 an even number of the 12"),
+    (lambda folder: read_prologue(PROLOGUE, PROLOGUE_VQ), "rotated_by_row", "None a JSON file, as --config"),
+    (lambda folder: read_prologue(PROLOGUE, PROLOGUE, config=PROLOGUE_CONFIG), "model_2.safetensors", "no such file"),
+    *(
+        (edit_prologue(f"{file}.safetensors", remove_weights(name)), name, "missing weight")
+        for file, name in (
+            ("ar/model", "bos_emb.weight"),
+            ("ar/model", "ar_model.cond_proj.0.weight"),
+            ("ar/model", "ar_model.layers.1.gate1.weight"),
+            ("ar/model", "ar_model.layers.1.attn1.to_kv.weight"),
+            ("tokenizer/model_2", "semantic_quantizer.pos_select_mask"),
+            ("tokenizer/model_3", "dec.layers.0.attn1.k_norm.weight"),
+        )
+    ),
+    (edit_prologue("ar/model.safetensors", lambda w: w.update(extra=torch.ones(1))), "ar", "unexpected: extra"),
+    (
+        edit_prologue("ar/model.safetensors", lambda w: w.update({PROLOGUE_CODES: w[PROLOGUE_CODES][:-1]})),
+        PROLOGUE_CODES,
+        "120 rows 121",
+    ),
+    (edit_prologue("tokenizer/model_3.safetensors", remove_weights("dec.out.bias")), "", "missing: dec.out.bias"),
     # GLM-Image
     (edit_glm(GLM_CONFIG, lambda c: c.update(model_type="emu3")), "model_type", "emu3 zai-org/GLM-Image"),
     (edit_glm(GLM_CONFIG, lambda c: c.pop("image_start_token_id")), "image_start_token_id", "None token"),

@@ -103,7 +103,10 @@ class SmallModel:
         """Load TensorRT engines of both graphs on the GPU, or on the stand-in if `location` is `host`."""
         on_host = location == "host"
         manifest = SimpleNamespace(
-            target=self.target_spec, drafter=self.drafter_spec, sizes=(), num_embeddings=SMALL_CONFIG.vocab_size
+            target=self.target_spec,
+            decoders={"target": self.target_spec, "drafter": self.drafter_spec},
+            sizes=(),
+            num_embeddings=SMALL_CONFIG.vocab_size,
         )
         file_names = {f"{role}{end}": f"{role}.onnx{end}" for role in ("target", "drafter") for end in ("", ".data")}
         manifest.files = file_names
@@ -121,7 +124,7 @@ class SmallModel:
                 plan = write_engine_file(graph, inputs, graph.with_suffix(".plan"))
             else:
                 plan = builder.build_engine_file(name, graph, inputs, (gpu.compute_capability,), lambda *progress: None)
-            return TensorRTEngine(TensorRTExecutable(library, plan, PROFILES, "rebuild"), spec, table, device)
+            return TensorRTEngine([TensorRTExecutable(library, plan, PROFILES, "rebuild")], spec, table, device)
 
         target = load_engine(self.target_spec, self.code_embeddings)
         drafter = load_engine(self.drafter_spec, None)

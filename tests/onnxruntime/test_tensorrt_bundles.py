@@ -148,11 +148,39 @@ def test_a_float16_bundle_generates_with_a_float16_kv_cache(
     assert [get_value_dtype(value) for value in cache.block_handle.block.device_tensors] == ["float16"]
 
 
+def test_engines_generate_and_decode_an_image_after_its_prologue(
+    tmp_path: Path, host_library: HostTensorRT, prologue_bundle: Path
+) -> None:
+    folder = build_host_engines(prologue_bundle, tmp_path / "plans", max_nodes=64)
+    results = [
+        Pipeline.from_bundle(prologue_bundle, engines=engines, threads=1)(class_ids=3, seed=1)
+        for engines in (None, folder)
+    ]
+    assert results[0].codes[0].tolist() == results[1].codes[0].tolist()
+    np.testing.assert_array_equal(*(np.asarray(result.images[0]) for result in results))
+    assert len(host_library.engines) == 2  # one of them for the image decoder
+
+
 def test_row_ends_halve_the_nodes_of_a_pass(tmp_path: Path, host_library: HostTensorRT, lumina_bundle: Path) -> None:
     folder = build_host_engines(lumina_bundle, tmp_path / "plans", max_nodes=64)
     max_nodes = max(profile.nodes[2] for profile in open_engine_folder(folder).manifest.graphs["target"].profiles)
     engines = Pipeline.from_bundle(lumina_bundle, threads=1, engines=folder).engines
     assert (engines.max_nodes, engines.max_rows) == (max_nodes // 2, 6)
+
+
+def test_a_prefix_graph_has_an_engine_of_its_own(
+    tmp_path: Path, host_library: HostTensorRT, gear_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_host_engines(gear_bundle, tmp_path / "plans", max_nodes=64)
+    assert [*open_engine_folder(folder).manifest.graphs] == ["target", "prefix", "vq_decoder"]
+    prompts = ["a red fox", "a small house near the sea"]
+    cpu_pipe, pipeline = (Pipeline.from_bundle(gear_bundle, threads=1, engines=engines) for engines in (None, folder))
+    for expected, codes in zip(*(pipe(prompts, seed=2).codes for pipe in (cpu_pipe, pipeline)), strict=True):
+        np.testing.assert_array_equal(codes, expected)
+    monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
+    report, _ = verify_module.verify_engines(open_bundle(gear_bundle), open_engine_folder(folder), lambda *stage: None)
+    assert report.passed
+    assert {row["graph"].partition(":")[0] for row in report.distributions} == {"target.onnx", "prefix.onnx"}
 
 
 def generate_and_release(bundle: Path, folder: Path) -> None:

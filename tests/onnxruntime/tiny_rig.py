@@ -77,7 +77,7 @@ class DecoderHarness:
     ) -> TensorRTEngine:
         executable = TensorRTExecutable(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
         return TensorRTEngine(
-            executable,
+            [executable],
             self.config.make_target_spec().model_copy(update=spec_changes),
             self.code_embeddings,
             OrtDevice("cpu"),

@@ -134,7 +134,8 @@ def test_models_readyz_metrics_and_log_report_the_version_and_the_bundle_digest(
     }
     expected_facts = {"version": __version__, "bundle": "tiny", "digest": bundle.digest}
     assert facts.items() >= (expected_facts | {"format_version": bundle.manifest.format_version}).items()
-    assert renamed_models_server.get("/readyz") == (200, {"status": "ready", **identity})
+    for path in ("/readyz", "/version"):
+        assert renamed_models_server.get(path) == (200, {"status": "ready", **identity})
     for name, digest in digests.items():
         labels = {"model": name, "bundle": name, "digest": digest, "version": __version__}
         assert renamed_models_server.read_metric("lantern_model_info", **labels) == 1

@@ -14,7 +14,8 @@ from lantern_rt.output.formats import PNG
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/docs", "/livez", "/readyz", "/healthz", "/v1/models", "/v1/models/tiny", "/page/page.js"]
+    "path",
+    ["/", "/docs", "/livez", "/readyz", "/healthz", "/version", "/v1/models", "/v1/models/tiny", "/page/page.js"],
 )
 def test_a_head_response_has_the_headers_of_get_and_no_body(tiny_server: RunningServer, path: str) -> None:
     responses = [tiny_server.request(method, path) for method in ("HEAD", "GET")]

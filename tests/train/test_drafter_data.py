@@ -14,7 +14,6 @@ from tiny_bundle import make_order_bundle
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError
 from lantern_rt.compare.prompts import Prompts
-from lantern_rt.prepared import compute_prefixes
 from lantern_rt.subjects.prompts import ClassId
 
 pytest.importorskip("safetensors")
@@ -69,7 +68,7 @@ def test_a_shard_has_the_pipelines_codes_and_hidden_states(pipeline: Pipeline, t
     np.testing.assert_array_equal(images.codes, result.codes)
     assert images.prefix_lengths.tolist() == [[1, 1], [1, 1]]
     assert images.tokens.shape == (2, 2, 0)
-    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, pipeline.check(**request, method="ar").images))
+    prompts = list(pipeline.prepare(pipeline.check(**request, method="ar")).prompts())
     states = compute_hidden_states(pipeline, prompts, images.codes)
     np.testing.assert_allclose(images.states.reshape(4, 16, 64), states, rtol=1e-3, atol=1e-3)
 

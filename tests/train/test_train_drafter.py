@@ -16,7 +16,6 @@ from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, ope
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.inputs import make_install_command
-from lantern_rt.prepared import compute_prefixes
 from lantern_rt.subjects.embeddings import Embedding
 from lantern_rt.subjects.prompts import ClassId, Text
 
@@ -152,9 +151,8 @@ def test_training_batches_have_the_same_prefixes_as_decoding(
     target = read_training_target(pipeline.bundle)
     data = ShardFolder(tmp_path / "data", [target.shard_source], len(target.embeddings))
     batch = make_training_batch(data, [0, 1], target.code_offset, 2, "cpu")
-    images = pipeline.check(**prompts.request(0, 2), method="ar").images
-    prefixes = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
-    rows = [row for prefix in prefixes for row in (prefix.cond, prefix.uncond)]
+    prepared = pipeline.prepare(pipeline.check(**prompts.request(0, 2), method="ar"))
+    rows = [row for prefix in prepared.prompts() for row in (prefix.cond, prefix.uncond)]
     for row, first_slot, tokens in zip(rows, batch.first_image_positions.tolist(), batch.tokens, strict=True):
         assert first_slot == len(row.embeds) - 1
         expected = np.zeros(first_slot) if row.tokens is None else row.tokens[1:]

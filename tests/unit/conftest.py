@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from lantern_rt.methods import METHODS, METHODS_BY_PARAMETER
+import lantern_rt.extending
+from lantern_rt.methods import METHODS, METHODS_BY_PARAMETER, SAMPLING, find_sampling_class
 from lantern_rt.runtime.drafters import DRAFTERS
+from lantern_rt.runtime.filters import OWN_FILTERS
+from lantern_rt.subjects.table import PARTS, WORDS
 
 # Many property tests enumerate all outcomes of an example, which may take longer than the default limit of 200 ms.
 settings.register_profile("without-deadline", deadline=None, max_examples=60)
@@ -35,14 +38,18 @@ def system_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def own_methods() -> Iterator[None]:
-    """Remove the methods that a test registers."""
-    tables: tuple[dict[Any, Any], ...] = (METHODS, METHODS_BY_PARAMETER, DRAFTERS)
+def own_registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove what a test registers. It may register inputs and settings, although tests before ran commands."""
+    monkeypatch.setattr(lantern_rt.extending, "BUILT_FROM_TABLES", set())
+    tables: tuple[dict[Any, Any], ...] = (METHODS, METHODS_BY_PARAMETER, DRAFTERS, SAMPLING, OWN_FILTERS, WORDS)
     originals = [{**table} for table in tables]
+    parts = [*PARTS]
     yield
     for table, original in zip(tables, originals, strict=True):
         table.clear()
         table.update(original)
+    PARTS[:] = parts
+    find_sampling_class.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ def _read_checkpoints(
 
 
 read_llamagen = partial(_read_checkpoints, "llamagen")
+read_gear = partial(_read_checkpoints, "gear")
 read_par = partial(_read_checkpoints, "par")
 read_nar = partial(_read_checkpoints, "nar")
 read_rar = partial(_read_checkpoints, "rar")
@@ -35,6 +36,7 @@ read_janus = partial(_read_checkpoints, "janus")
 read_emu3 = partial(_read_checkpoints, "emu3")
 read_emu35 = partial(_read_checkpoints, "emu35")
 read_simplear = partial(_read_checkpoints, "simplear")
+read_prologue = partial(_read_checkpoints, "prologue")
 
 
 @wrap_reader_errors

@@ -11,7 +11,7 @@ LAYERS = (
     ("errors", "version"),
     ("hints", "inputs", "methods", "options"),
     ("runtime", "bundle", "text", "subjects", "output"),
-    ("completion", "engines", "requests"),
+    ("completion", "engines", "extending", "requests"),
     ("export",),
     ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published", "model_names"),
     ("pipeline",),

@@ -188,6 +188,7 @@ def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: 
         ("neighbors", 2**65, "`neighbors`: found 3689"),
         ("condition.prefix", 2**65, "`condition.prefix`: found 3689"),
         ("condition.prefix", 900_000, "need 900,035 positions"),
+        ("condition", {"kind": "class", "prefix": 1, "classes": 9, "positions_per_class": 50}, "need 486 positions"),
         ("row_end", 31, "row_end must be at least codebook_size, 32, and below 1000032, found 31"),
         ("row_end", 2_000_000, "and below 1000032, found 2000000"),
     ],

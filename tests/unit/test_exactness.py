@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from docs_programs import run_program
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from scipy.stats import chi2_contingency, chisquare
 from toy_distributions import compute_joint_distribution
 from toy_engine import ToyModel, collect_codes, decode, make_model, make_prompt
 
+from lantern_rt.engines.sampling_head import SamplingHead
 from lantern_rt.methods import (
     Autoregressive,
     Eagle,
@@ -29,6 +31,7 @@ from lantern_rt.methods import (
     Sampling,
     SpeculativeJacobi,
     TreeMethod,
+    find_sampling_class,
 )
 from lantern_rt.runtime import acceptance
 from lantern_rt.runtime.drafters import DRAFTERS
@@ -124,6 +127,27 @@ def compute_p_value_of_images(method: str, sampling: str, seeds: range) -> float
 @pytest.mark.parametrize(("method", "sampling"), CASES)
 def test_images_of_2_000_seeds_have_the_joint_distribution(method: str, sampling: str) -> None:
     assert compute_p_value_of_images(method, sampling, range(2_000)) > 0.001
+
+
+@pytest.mark.usefixtures("own_registrations")
+def test_a_setting_of_a_user_changes_the_distribution_as_its_filter_says() -> None:
+    run_program("register_sampling_setting")
+    changed, unchanged = (
+        find_sampling_class()(cfg_scale=1.5, top_p=0.95, **own) for own in ({"epsilon_cutoff": 0.25}, {})
+    )
+    assert (SamplingHead.supports(changed), SamplingHead.supports(unchanged)) == (False, True)
+    model = make_toy_model()
+    joint, unfiltered = (
+        compute_joint_distribution(model, make_prompt(7, padding=1), sampling) for sampling in (changed, unchanged)
+    )
+    assert (joint == 0).sum() > (unfiltered == 0).sum()
+    for method in (METHODS["ar"], METHODS["by rejection, static tree"]):
+        codes = generate_images(model, changed, method, range(2_000))
+        assert compute_p_value(count_images(codes), joint) > 0.001
+    plain, drafted = (
+        generate_images(model, changed, method, range(200)) for method in (Autoregressive(), SpeculativeJacobi())
+    )
+    assert plain.tolist() == drafted.tolist()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -12,17 +13,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from docs_programs import read_program
 from refusals import expect_error
 from typer.main import get_command
 
 import lantern_rt.methods
-from lantern_rt import Pipeline, RequestError, register_method
+from lantern_rt import Pipeline, RequestError, register_input, register_method, register_sampling_setting
 from lantern_rt.cli.app import app
 from lantern_rt.completion import list_supported_methods
 from lantern_rt.methods import METHODS, METHODS_BY_PARAMETER, SAMPLING, Autoregressive, MethodConfig, Sampling
 from lantern_rt.options import GenerationOptions, Options
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.drafters import DRAFTERS
+from lantern_rt.runtime.filters import OWN_FILTERS
+from lantern_rt.subjects.base import Option, Part, Words
+from lantern_rt.subjects.table import PARTS, WORDS
 
 ROOT = Path(__file__).parents[2]
 # Cell of a notebook that adds a method, whose drafter repeats the last token.
@@ -98,7 +103,7 @@ class Place(Part):
     ],
     "lantern_rt/subjects/table.py": [
         ("from .embeddings import Embedding\n", "from .embeddings import Embedding\nfrom .place import Place\n"),
-        ("(NegativePrompt, ", "(Place, NegativePrompt, "),
+        ("[NegativePrompt, ", "[Place, NegativePrompt, "),
     ],
     "lantern_rt/options.py": [
         ("    negative_prompt: str | None", "    place: str | None\n    negative_prompt: str | None")
@@ -144,6 +149,81 @@ assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
 assert run_program([*command, "red cube", "--place=a purple one", "--output=c.png"]) == 2
 """
 
+DOCS_PROGRAMS = read_program("register_sampling_setting") + read_program("register_input")
+# Uses the setting `epsilon_cutoff` and the input `caption` of the docs.
+OWN_PROGRAM = """
+import asyncio
+import base64
+import json
+import sys
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from lantern_rt import AsyncPipeline, Pipeline
+from lantern_rt.cli.main import run_program
+from lantern_rt.output.recipe import read_recipe
+
+bundle = sys.argv[1]
+pipe = Pipeline.from_bundle(bundle, threads=1)
+expected = pipe("red cube", seed=1, epsilon_cutoff=0.2, caption="hello")
+for changed in ({"epsilon_cutoff": None}, {"caption": "bye"}):
+    options = {"seed": 1, "epsilon_cutoff": 0.2, "caption": "hello", **changed}
+    assert pipe("red cube", **options).images[0].tobytes() != expected.images[0].tobytes()
+
+command = ["run", "--threads", "1", bundle]
+options = ["--seed=1", "--epsilon-cutoff=0.2", "--caption=hello"]
+assert run_program([*command, "red cube", *options, "--output=a.png"]) == 0
+assert run_program([*command, "--from", "a.png", "--output", "b.png"]) == 0
+assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+recipe = read_recipe(Path("a.png"))
+assert (recipe.caption, recipe.settings["epsilon_cutoff"]) == ("hello", 0.2)
+assert run_program([*command, "red cube", "--epsilon-cutoff=2", "--output=c.png"]) == 2
+Path("prompts.txt").write_text("red cube")
+bench = ["bench", bundle, "--prompts=prompts.txt", "--count=3", "--method=ar", "--threads=1", "--epsilon-cutoff=0.2"]
+assert run_program(bench) == 0
+assert run_program(["run", "--help"]) == 0
+
+from lantern_rt.serve.app import make_app
+from lantern_rt.serve.backend import LocalBackend
+from lantern_rt.serve.state import ServerLimits, ServerState
+
+
+async def post(app, **fields):
+    headers = [(b"content-type", b"application/json")]
+    path = "/v1/images/generations"
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    bodies = iter([json.dumps({"prompt": "red cube", "seed": 1, **fields}).encode()])
+    messages = []
+
+    async def receive():
+        for body in bodies:
+            return {"type": "http.request", "body": body}
+        await asyncio.sleep(60)
+
+    async def send(message):
+        messages.append(message)
+
+    await app(scope, receive, send)
+    return messages[0]["status"], json.loads(messages[1]["body"])
+
+
+async def post_to_app():
+    async with AsyncPipeline(pipe) as pipeline:
+        state = ServerState(ServerLimits())
+        state.backends = {"tiny": LocalBackend(pipeline)}
+        app = make_app(state)
+        return [await post(app, epsilon_cutoff=epsilon, caption="hello") for epsilon in (0.2, 2)]
+
+
+(status, accepted), (_, rejected) = asyncio.run(post_to_app())
+assert status == 200, accepted
+image = Image.open(BytesIO(base64.b64decode(accepted["data"][0]["b64_json"])))
+assert image.tobytes() == expected.images[0].tobytes()
+assert rejected["error"]["param"] == "epsilon_cutoff", rejected
+"""
+
 
 def run_cell() -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "notebook"}
@@ -151,7 +231,7 @@ def run_cell() -> dict[str, Any]:
     return names
 
 
-@pytest.mark.usefixtures("own_methods")
+@pytest.mark.usefixtures("own_registrations")
 def test_a_registered_method_works_like_a_built_in_method(
     program: Any, words_bundle: Path, tmp_path: Path, pipe: Pipeline
 ) -> None:
@@ -187,7 +267,7 @@ def test_the_help_of_the_program_names_a_registered_method() -> None:
     assert "groups, repeat." in " ".join(process.stdout.split())
 
 
-@pytest.mark.usefixtures("own_methods")
+@pytest.mark.usefixtures("own_registrations")
 def test_a_method_is_used_only_as_it_was_registered_last(pipe: Pipeline) -> None:
     first = run_cell()["Repeat"]
     second = run_cell()["Repeat"]
@@ -241,7 +321,73 @@ def test_a_wrong_method_is_not_registered(method_class: Any, words: str) -> None
     assert known == METHODS
 
 
-@pytest.mark.usefixtures("own_methods")
+class NoWords(Part):
+    pass
+
+
+def make_part(name: str, **names: str) -> type[Part]:
+    option = Option(names.pop("option", name), str, "TEXT", "Text.")
+    words = Words(**{"parameter": name, "field": name, "chunk": name, **names}, option=option)  # type: ignore[arg-type]
+    return type("Own", (Part,), {"words": (words,)})
+
+
+@pytest.mark.parametrize(
+    ("part_class", "words"),
+    [
+        (Sampling, "part_class: found"),
+        (NoWords, "expected a subclass of Part with words"),
+        (
+            make_part("own", field="other"),
+            "own: needs the same name in Python, HTTP, options and recipes",
+        ),
+        (make_part("own", option="other"), "own: needs the same name"),
+        (make_part("own", chunk="other"), "own: needs the same name"),
+        (make_part("negative_prompt"), "Own: found 'negative_prompt', expected a name that no other parameter has"),
+        (make_part("temperature"), "Own: found 'temperature'"),
+        (make_part("input_ids"), "Own: found 'input_ids'"),
+        (make_part("window"), "Own: found 'window'"),
+        (make_part("seed"), "Own: found 'seed'"),
+        (make_part("two words"), "Own: found 'two words'"),
+    ],
+)
+@pytest.mark.usefixtures("own_registrations")
+def test_a_wrong_input_is_not_registered(part_class: Any, words: str) -> None:
+    known = [*PARTS]
+    with expect_error(RequestError, words):
+        register_input(part_class)
+    assert known == PARTS
+
+
+@pytest.mark.parametrize("name", ["top_k", "filter_order", "lambda", "mask", "prompts", "count", "top-n"])
+@pytest.mark.usefixtures("own_registrations")
+def test_a_setting_needs_a_name_of_its_own(name: str) -> None:
+    with expect_error(RequestError, f"name: found '{name}', expected a name that no other parameter has"):
+        register_sampling_setting(name, float, lambda value: lambda *arguments: (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("own_registrations")
+def test_inputs_and_settings_are_used_only_as_they_were_registered_last() -> None:
+    for _ in range(2):
+        names: dict[str, Any] = {"__name__": "notebook"}
+        exec(compile(DOCS_PROGRAMS, "cell", "exec", dont_inherit=True), names)
+        assert (PARTS[-1], WORDS["caption"]) == (names["Caption"], names["Caption"].words[0])
+        assert OWN_FILTERS["epsilon_cutoff"] is names["make_filter"]
+    assert len({part.__qualname__ for part in PARTS}) == len(PARTS)
+    with expect_error(RequestError, "name: found 'caption'"):
+        register_sampling_setting("caption", float, lambda value: lambda *arguments: (0.0, 0.0))
+    with expect_error(RequestError, "Own: found 'epsilon_cutoff'"):
+        register_input(make_part("epsilon_cutoff"))
+
+
+def test_inputs_and_settings_are_registered_before_the_first_command() -> None:
+    importlib.import_module("lantern_rt.cli.options")
+    with expect_error(RequestError, "own: is registered too late; register it before the first command or server"):
+        register_input(make_part("own"))
+    with expect_error(RequestError, "own: is registered too late"):
+        register_sampling_setting("own", float, lambda value: lambda *arguments: (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("own_registrations")
 def test_a_method_without_a_factory_is_not_registered() -> None:
     names = run_cell()
     with expect_error(RequestError, "factory: found", "expected a DrafterFactory"):
@@ -305,3 +451,15 @@ def test_a_setting_changes_three_files(words_bundle: Path, tmp_path: Path) -> No
 def test_an_input_changes_two_files_beside_its_own(words_bundle: Path, tmp_path: Path) -> None:
     errors = run_with_changes(tmp_path, INPUT_CHANGES, TOY_INPUT_PROGRAM, words_bundle)
     assert "--place: found unknown word" in errors
+
+
+def test_an_own_setting_and_an_own_input_work_like_built_in_ones(words_bundle: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DOCS_PROGRAMS + OWN_PROGRAM, str(words_bundle)]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "--epsilon-cutoff: found 2.0, expected at most 1.0" in process.stderr
+    help_text = " ".join(process.stdout.split())
+    assert "--caption TEXT Text to write on images." in help_text
+    assert (
+        "--epsilon-cutoff <float> Smallest probability of tokens to sample from. [default: the bundle's]" in help_text
+    )

@@ -85,9 +85,14 @@ def test_a_path_is_a_folder_whatever_its_name(folder: Path) -> None:
         ("temprature", "did you mean temperature?"),
         ("seeds", "did you mean seed?"),
         ("sed", "did you mean seed?"),
+        ("sead", "did you mean seed?"),
+        ("seeks", ""),
+        ("temprture", "did you mean temperature?"),
+        ("temprtur", ""),
         ("n", ""),
+        ("", ""),
         ("strength", ""),
     ],
 )
-def test_hints_know_other_programs_and_two_typos(name: str, hint: str) -> None:
+def test_hints_know_other_programs_and_names_within_two_letters(name: str, hint: str) -> None:
     assert suggest_name(name, ["temperature", "seed", "size", "num_images"]) == hint

@@ -12,7 +12,7 @@ from toy_engine import ToyModel, collect_codes, decode
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling
 from lantern_rt.runtime.engine import HiddenStateView, PassInput, PassOutput
-from lantern_rt.runtime.passes import PrefixBatch, stack_padding_masks
+from lantern_rt.runtime.passes import PrefixBatch, stack_masks
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
@@ -70,7 +70,7 @@ def test_a_prefill_pads_rows_to_one_length_and_masks_padding() -> None:
     engine = SumEngine()
     rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
     padding = [np.array([True, False, False, False]), np.zeros(2, bool)]
-    hidden = stack_padding_masks(padding)
+    hidden = stack_masks(padding)
     assert hidden.tolist() == [[True, False, False, False], [False] * 4]
     prefixes = PrefixBatch([PrefixRow(row, ~is_padding) for row, is_padding in zip(rows, padding, strict=True)])
     batch = prefixes.build_prefill_input(engine, engine.make_cache(2, 10))
@@ -82,6 +82,15 @@ def test_a_prefill_pads_rows_to_one_length_and_masks_padding() -> None:
     expected_mask[0] = True  # padding attends to everything
     assert mask_of_new_nodes[0].tolist() == expected_mask.tolist()
     assert mask_of_new_nodes[1].tolist() == np.tri(4, dtype=bool).tolist()
+
+
+def test_padding_at_the_end_of_a_short_row_attends_to_the_row_alone() -> None:
+    engine = SumEngine()
+    is_real = [np.ones(4, bool), np.array([True, False])]
+    prefixes = PrefixBatch([PrefixRow(np.zeros((len(row), WIDTH), np.float32), row) for row in is_real])
+    batch = prefixes.build_prefill_input(engine, engine.make_cache(2, 10))
+    assert batch.attention_mask[1, 1, -4:].tolist() == [True, True, False, False]
+    assert prefixes.padding.tolist() == [[False] * 4, [False, True, False, False]]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])

@@ -19,9 +19,10 @@ from refusals import catch_error
 from same_results import have_same_codes
 from tiny_bundle import CAPTION
 
-from lantern_rt import Pipeline, RequestError, prepared
+from lantern_rt import Pipeline, RequestError
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
+from lantern_rt.prepared import PreparedRequest
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.service import Service
@@ -200,7 +201,7 @@ def test_a_failed_pass_ends_only_the_requests_in_it(
 def test_the_service_survives_errors_around_a_pass(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for owner, name in ((prepared, "compute_prefixes"), (Batch, "add"), (Batch, "remove")):
+    for owner, name in ((PreparedRequest, "prompts"), (Batch, "add"), (Batch, "remove")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, raise_error(MemoryError("no more")))
             caller = RecordingListener()

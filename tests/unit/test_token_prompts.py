@@ -55,6 +55,22 @@ def make_requests(manifest: Manifest, layout: TokenLayout, ids: list[int], **opt
     return request.images
 
 
+@pytest.mark.parametrize(("count", "num_padding"), [(3, 1), (11, 1), (12, 0)])
+def test_a_padded_text_ends_with_one_padding_unless_it_fills_the_prefix(
+    manifest: Manifest, count: int, num_padding: int
+) -> None:
+    condition = ConditionSpec(kind="text", prefix=12, padding=99)
+    ids = [*range(count)]
+    padded = manifest.model_copy(update={"condition": condition})
+    (image,) = check_request(padded, FixedTokenizer(ids), {"prompts": "a prompt"}).images
+    cond, uncond = image.prefix
+    assert cond.inputs["token_ids"].tolist() == [ids + [99] * num_padding]
+    assert cond.inputs["token_mask"].tolist() == [[1] * count + [0] * num_padding]
+    assert cond.is_real_token.tolist() == [True] * count + [False] * num_padding
+    assert uncond.is_real_token.tolist() == [False]
+    assert (cond.first_position, uncond.first_position) == (12, 12)
+
+
 @pytest.mark.parametrize(("prefix", "max_characters"), [(12, 2000), (2048, 32_768)])
 def test_the_longest_prompt_depends_on_the_model(manifest: Manifest, prefix: int, max_characters: int) -> None:
     text_manifest = use_layout(manifest, ANOLE, prefix)
