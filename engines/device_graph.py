@@ -273,9 +273,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         """Cast the graph input `x` to the type that the graph computes in, which differs for bfloat16 only."""
         return x if get_hidden_dtype(self.dtype) == self.dtype else self.to_dtype(x)
 
-    def add_scalar_constant(self, value: float) -> str:
-        return self.to_dtype(self.graph.add_constant(np.array(value, np.float32)))
-
     def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.op("MatMul", x, self.write_weight(weight), name=output)
 

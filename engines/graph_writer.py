@@ -6,11 +6,11 @@ tensors as operands, and return the names of results.
 
 from __future__ import annotations
 
+import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -186,10 +186,20 @@ class DecoderGraphWriter(ABC):
         x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.ffn_norm.weight")
         gate = self.write_linear(normed, f"{layer_name}.ffn.gate")
         up = self.write_linear(normed, f"{layer_name}.ffn.up")
-        active = self.graph.op("Mul", self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate)), up)
+        active = self.graph.op("Mul", self.write_activation(gate), up)
         return x, self.write_post_norm(
             self.write_linear(active, f"{layer_name}.ffn.down"), f"{layer_name}.ffn_post_norm.weight"
         )
+
+    def write_activation(self, x: str) -> str:
+        graph = self.graph
+        inner = x
+        if self.architecture.activation == "gelu-tanh":
+            # (1 + tanh(y / 2)) / 2 is the sigmoid of y, so this GELU is x sigmoid(x (a + b x x)).
+            a, b = (2 * math.sqrt(2 / math.pi) * factor for factor in (1, 0.044715))
+            cube = graph.op("Mul", graph.op("Mul", x, x), self.add_scalar_constant(b))
+            inner = graph.op("Mul", x, graph.op("Add", cube, self.add_scalar_constant(a)))
+        return graph.op("Mul", x, graph.op("Sigmoid", inner))
 
     def write_attention_block(self, x: str, layer_name: str) -> str:
         query, key, value = self.split_and_rotate_qkv(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
@@ -197,7 +207,8 @@ class DecoderGraphWriter(ABC):
 
     def write_output_head(self, hidden: str, hidden_for_cell_below: str | None = None) -> None:
         """Write the output heads, which compute `logits` in float32 from the hidden states of each head."""
-        name = "narrow_logits" if self.half else "logits"
+        unlimited = "unlimited_logits" if "code_limits" in self.weights else "logits"
+        name = "narrow_logits" if self.half else unlimited
         if hidden_for_cell_below is not None:
             head_logits = (
                 self.write_linear(hidden, "head.right"),
@@ -209,7 +220,16 @@ class DecoderGraphWriter(ABC):
         else:
             self.write_linear(hidden, "head", name)
         if self.half:
-            self.graph.cast(name, "float32", "logits")
+            self.graph.cast(name, "float32", unlimited)
+        if unlimited != "logits":
+            self.write_code_limits(unlimited)
+
+    def write_code_limits(self, logits: str) -> None:
+        """Write `logits` that are limited by position; the last row of `code_limits` holds for all later positions."""
+        graph = self.graph
+        last = graph.int_vector(self.weights["code_limits"].shape[0] - 1)
+        limits = graph.op("Gather", self.write_weight("code_limits"), graph.op("Min", "position_ids", last))
+        graph.op("Min", logits, self.to_float32(limits), name="logits")
 
     def write_linear(self, x: str, name: str, output: str | None = None) -> str:
         """Write a linear layer. It has a bias if the weight `{name}.bias` exists."""
@@ -272,6 +292,9 @@ class DecoderGraphWriter(ABC):
     @abstractmethod
     def write_gelu(self, x: str) -> str:
         """Write the exact GELU of `x`, not its tanh approximation."""
+
+    def add_scalar_constant(self, value: float) -> str:
+        return self.to_dtype(self.graph.add_constant(np.array(value, np.float32)))
 
     def to_float32(self, x: str) -> str:
         return self.graph.cast(x, "float32") if self.half else x
@@ -342,7 +365,7 @@ def choose_column_part_shape(column_width: int) -> tuple[int, int]:
     Parts make writing faster, because ScatterND on CUDA runs one thread per index. A thread that copied a whole column
     of 1,280 numbers took 47 us on an H200.
     """
-    part = gcd(column_width, _MAX_PART)
+    part = math.gcd(column_width, _MAX_PART)
     return column_width // part, part
 
 

@@ -86,8 +86,7 @@ class BundleEngines:
         manifest = bundle.manifest
         condition = declare_condition_tensors(manifest.condition, spec.hidden_size)
         self._condition = self._graphs.load_graph_function("condition", *condition)
-        cells = None if manifest.sizes else manifest.codes_per_image
-        self._tensors = declare_image_tensors(cells, manifest.image_height, manifest.image_width)
+        self._tensors = declare_image_tensors(manifest.decoded_cells, manifest.image_height, manifest.image_width)
         self._vq_decoder: Function | None = None
         if manifest.makes_images:
             self._vq_decoder = self._graphs.load_graph_function(
@@ -111,7 +110,7 @@ class BundleEngines:
         """Decode tokens `[images, rows, columns]` to pixels `[images, 3, height, width]`, about -1 (black) .. 1."""
         assert self._vq_decoder is not None
         # A bundle with several image sizes has a graph that reads the grid. Other graphs read a flat sequence.
-        cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
+        cells = codes if self._bundle.manifest.decoded_cells is None else codes.reshape(len(codes), -1)
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def encode_images(self, images: Floats) -> Ints:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..output.images import convert_pixels_to_image
 from .compare import CaseResult
+from .models.decoder import EXCLUDED
 
 TIE = 0.8  # minimum probability, relative to the most probable token, of a token that also counts as most probable
 
@@ -17,8 +18,8 @@ TIE = 0.8  # minimum probability, relative to the most probable token, of a toke
 def measure_max_difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the largest difference of two arrays, relative to the largest value of `expected` if that is above 1.
 
-    The difference of integers is absolute. The result is infinite if shapes, dtypes or infinite values differ, or if a
-    value is NaN.
+    The largest value does not count `EXCLUDED`. The difference of integers is absolute. The result is infinite if
+    shapes, dtypes or infinite values differ, or if a value is NaN.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return np.inf
@@ -28,18 +29,19 @@ def measure_max_difference(actual: NDArray[Any], expected: NDArray[Any]) -> floa
     with np.errstate(all="ignore"):
         differences = np.where(actual == expected, 0, np.abs(actual.astype(np.float64) - wide))
     largest = float(np.nan_to_num(differences, nan=np.inf, posinf=np.inf).max())
-    scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(np.abs(wide).max()))
+    sizes = np.abs(wide[wide != EXCLUDED])
+    scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(sizes.max(initial=0)))
     return largest / scale if np.isfinite(scale) else largest
 
 
 def measure_relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Return the norm of the difference of two arrays, divided by the norm of `expected`.
+    """Return the norm of the difference of two arrays, divided by the norm of `expected` without `EXCLUDED`.
 
     The result is infinite if the shapes differ or `actual` has NaN or infinite values.
     """
     if actual.shape != expected.shape or not np.isfinite(actual).all():
         return np.inf
-    signal = float(np.linalg.norm(expected.astype(np.float64)))
+    signal = float(np.linalg.norm(expected[expected != EXCLUDED].astype(np.float64)))
     return float(np.linalg.norm(actual.astype(np.float64) - expected)) / max(signal, 1e-30)
 
 

@@ -34,6 +34,7 @@ FAMILIES = (
     "emu3",
     "emu35",
     "simplear",
+    "prologue",
 )
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 

@@ -80,7 +80,8 @@ CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
 def _check_cfg_schedule(schedule: str) -> str:
-    if not re.fullmatch(r"constant|linear|cosine-[0-9]{1,2}(\.[0-9]{1,6})?", schedule):
+    number = r"[0-9]{1,2}(\.[0-9]{1,6})?"
+    if not re.fullmatch(rf"({number}x[0-9]{{1,4}},)?(constant|linear|cosine-{number})", schedule):
         raise ValueError("expected constant, linear, or cosine and its power, such as cosine-2.75")
     return schedule
 
@@ -106,6 +107,7 @@ class Sampling(ExtendedModel, strict=True):
         cfg_schedule: schedule of the guidance scale within an image. `"linear"` gives token t of n tokens, from 1 in
             generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. `"cosine-P"` gives token t, from 0, the
             scale 1 + (cfg_scale - 1) (1 - cos(pi (t / n)^P)) / 2, as in RAR. None: `"constant"`.
+            `"0.7x16,linear"` gives the first 16 tokens the scale 0.7; the schedule is that of the others (Prologue).
         cfg_final: guidance scale at the end of an image, as in Lumina-mGPT 2.0. A larger `cfg_scale` falls to this
             scale within the first rows, and a smaller `cfg_scale` is raised to it (`runtime/guidance.py`). None:
             `cfg_scale` holds for the whole image.

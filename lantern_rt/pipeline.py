@@ -369,6 +369,7 @@ class Pipeline:
         preserved_codes = images[image_index].preserved_codes
         if preserved_codes is not None:  # shown from the first step on
             codes_by_cell = np.where(codes_by_cell < 0, preserved_codes, codes_by_cell)
+        codes_by_cell = codes_by_cell[size.first_codes :]
         known = codes_by_cell >= 0
         if not known.any():
             return make_blank_image(*manifest.size_in_pixels(size))

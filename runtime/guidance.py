@@ -22,7 +22,7 @@ class Guidance:
         self.num_guided_codes = sampling.count_guided_tokens(layout.num_codes)
         self._scales = _compute_scales(sampling, layout)
         # Rounding errors grow by this factor, because guidance computes scale * cond - (scale - 1) * uncond.
-        scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
+        scale = max(sampling.cfg_scale, sampling.last_cfg_scale, self._scales.max())
         self.rounding_growth = scale + abs(scale - 1)
 
     def count_batch_rows(self, code_index: int) -> int:
@@ -80,14 +80,19 @@ def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     final = sampling.last_cfg_scale
     scale = sampling.cfg_scale
     num_codes = layout.num_codes
-    if sampling.cfg_schedule == "linear":
-        fraction = np.arange(1, num_codes + 1, dtype=np.float32) / num_codes  # part of the image that is done
-        return (1 + (final - 1) * fraction).astype(np.float32)
-    name, _, power = (sampling.cfg_schedule or "constant").partition("-")
-    if name == "cosine":
-        fraction = compute_cosine_shares(np.arange(num_codes) / num_codes, float(power))
-        return (1 + (final - 1) * fraction).astype(np.float32)
+    first, _, schedule = (sampling.cfg_schedule or "constant").rpartition(",")
+    name, _, power = schedule.partition("-")
+    first_scale, _, count = (first or "1x0").partition("x")
     scales = np.full(num_codes, final, np.float32)
+    scales[: int(count)] = float(first_scale)
+    scheduled = scales[int(count) :]
+    steps = np.arange(len(scheduled))
+    if name == "linear":
+        scheduled[:] = 1 + (final - 1) * ((steps + 1).astype(np.float32) / len(steps))
+    if name == "cosine":
+        scheduled[:] = 1 + (final - 1) * compute_cosine_shares(steps / len(steps), float(power))
+    if name != "constant" or first:
+        return scales
     token = 0  # counts end-of-row tokens, too, so the scale may fall twice between two codes
     for code in range(num_codes if scale > final else 0):
         while token <= layout.find_token_position(code):

@@ -412,6 +412,14 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def prologue_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export Prologue: 10 classes, 4 codes of a prologue, 4 x 4 codes."""
+    folder = DATA / "prologue"
+    options = {"target": folder / "ar", "vq": folder / "tokenizer", "config": folder / "config.json"}
+    return _export_family(tmp_path_factory, "prologue", options)
+
+
+@pytest.fixture(scope="session")
 def gear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export GEAR-T2I with its text encoder: 17 text tokens, 4 x 4 codes."""
     folder = DATA / "gear-t2i"

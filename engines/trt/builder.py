@@ -84,11 +84,11 @@ def write_device_graph(
             # The input `embeddings` is the table of token embeddings or, for a prefix, has an entry per node and row.
             prefix_entries = entries * max(profile.rows[2] for profile in profiles)
             entries = max(manifest.num_embeddings, prefix_entries)
-    elif manifest.sizes or manifest.vq_precision == "int8":
+    elif manifest.decoded_cells is None or manifest.vq_precision == "int8":
         return None
     else:
         model = path.read_bytes()
-        inputs = [TensorSpec("codes", ("int64",), (None, manifest.codes_per_image))]
+        inputs = [TensorSpec("codes", ("int64",), (None, manifest.decoded_cells))]
     (folder / f"{role}.onnx").write_bytes(model)
     if f"{role}.data" in manifest.files:
         weights = bundle.path(f"{role}.data")

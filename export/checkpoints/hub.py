@@ -117,7 +117,7 @@ def _select_download_files(
     side_files: Collection[str],
 ) -> list[str]:
     patterns = (
-        [file]
+        [file, f"{file}/model*.safetensors"]  # the file, or the weights in the folder
         if file
         else [*(file_patterns or _select_weight_files(source, available_files)), *_SIDE_FILES, *side_files]
     )

@@ -94,7 +94,7 @@ def build_image_model(
         graphs=[
             *graphs,
             condition.graph,
-            *(make_vq_graphs(vq, config.grid, accepts_any_size=bool(sizes)) if vq else []),
+            *(make_vq_graphs(vq, config.grid, accepts_any_size=len(sizes) > 1) if vq else []),
         ],
         code_embeddings=code_embeddings,
         codebook=codebook.numpy(),

@@ -249,7 +249,7 @@ def _convert_model_to_float16(model: onnx.ModelProto) -> None:
                 attribute.i = TensorProto.FLOAT16
             elif tensor.data_type == TensorProto.FLOAT and not tensor.dims:  # norms and resizing keep float32 vectors
                 tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16)))
-        (output,) = node.output
+        output, *_ = node.output
         norm = node.op_type == "InstanceNormalization"
         if norm:
             model.graph.node.append(helper.make_node("Cast", node.input[:1], [f"{output}.wide"], to=TensorProto.FLOAT))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
+from ...bundle.decoder import Activation, Architecture, PrefixRotation, RopeStyle, Rotary
 from ...bundle.manifest import DecoderSizes, DecoderSpec, DrafterSpec
 from ..checkpoints.deferred import compute_deferred_tensor
 from .output_heads import Head, RightBelowHeads, TwoLayerHead
@@ -23,6 +23,9 @@ from .output_heads import Head, RightBelowHeads, TwoLayerHead
 if TYPE_CHECKING:
     from ..checkpoints.folders import Checkpoint
 
+# Logit of a code that may not be sampled at a position. It is finite, as guidance subtracts logits, and exact in all
+# floating-point types.
+EXCLUDED = -(2.0**15)
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's query and key norms, which no configuration contains
 
 
@@ -42,8 +45,10 @@ class DecoderConfig:
         max_image_tokens: maximum number of tokens of an image (Lumina-mGPT); 0: `grid * grid`.
         grids: rows and columns of the first grid, then of the second grid of codes, for each image size.
         rope_sections: number of pairs that are rotated by time, by row and by column, in this order; the other pairs
-            are not rotated.
+            are not rotated. With `rotary="sequence"`, the first number is that of pairs rotated by position; 0: all.
         head_width: width of an attention head (Qwen3); 0: `hidden_size / num_heads`.
+        limited_positions: number of rows of `code_limits`, which limit the logits at each position; the last row holds
+            for all later positions (Prologue). 0: no limits.
         layer_head_eps: epsilon of layer norms of queries and keys.
     """
 
@@ -73,6 +78,8 @@ class DecoderConfig:
     two_heads: bool = False
     rms_head_norm: bool = False
     head_width: int = 0
+    activation: Activation = "silu"
+    limited_positions: int = 0
     layer_head_eps: float = HEAD_EPSILON
     conditions: int = 0
 
@@ -131,7 +138,8 @@ def compute_rope_table(config: DecoderConfig) -> Tensor:
 
     With `rotary="grid"`, a cell's row rotates the first half of the pairs, and a cell's column the second half. Pair k
     of each half has the frequency base^(-2k / (head_dim / 2)). With `rotary="sequence"`, pair k is rotated by the
-    position, with the frequency base^(-2k / head_dim). `_compute_two_grid_rope_table` describes `rotary="grids"`.
+    position, with the frequency base^(-k / n), where n is the number of rotated pairs. `_compute_two_grid_rope_table`
+    describes `rotary="grids"`.
     """
     if config.rotary == "learned":
         return torch.zeros(0)
@@ -145,9 +153,10 @@ def compute_rope_table(config: DecoderConfig) -> Tensor:
         first = config.prefix
         cells = torch.arange(config.grid, **real)
         coordinates = torch.cartesian_prod(cells, cells)  # [grid * grid, 2]: row, column
-    pairs = config.head_dim // 2 // coordinates.shape[1]  # pairs per coordinate
+    pairs = config.rope_sections[0] or config.head_dim // 2 // coordinates.shape[1]  # pairs per coordinate
     frequencies = torch.arange(pairs, **real) / pairs
-    angles = (coordinates[:, :, None] * config.rope_base**-frequencies).flatten(1)  # [cells or positions, head_dim / 2]
+    angles = (coordinates[:, :, None] * config.rope_base**-frequencies).flatten(1)
+    angles = F.pad(angles, (0, config.head_dim // 2 - angles.shape[1]))
     table = torch.zeros(config.num_rope_positions, config.head_dim // 2, 2, **real)
     if config.prefix_rotation == "identity":
         table[:first, :, 0] = 1
@@ -285,9 +294,12 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        gate = self.gate(x)
+        active = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        mixed: Tensor = self.down(active * self.up(x))
         return mixed
 
 
@@ -366,6 +378,8 @@ class LayerStack(nn.Module):
 class Decoder(LayerStack):
     """Target: decoder layers and an output head that computes the logits of the codes."""
 
+    code_limits: Tensor  # [limited_positions, vocab_size]: the last axis has `EXCLUDED` or `-EXCLUDED`
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.norm: nn.Module = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
@@ -375,6 +389,8 @@ class Decoder(LayerStack):
         if config.two_heads:
             self.head = RightBelowHeads(config.hidden_size, config.vocab_size)
             self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.limited_positions:
+            self.register_buffer("code_limits", torch.zeros(config.limited_positions, config.vocab_size))
 
     def make_spec(self) -> DecoderSizes:
         return self.config.make_target_spec()
@@ -396,9 +412,15 @@ class Decoder(LayerStack):
         x, new_kv = self.run_layers(embeds, position_ids, mask, past, slice(before))
         hidden = self.norm(x)
         if not self.config.two_heads:
-            return self.head(hidden), hidden, *new_kv
+            return self.limit_logits(self.head(hidden), position_ids), hidden, *new_kv
         x, last_kv = self.run_layers(x, position_ids, mask, past, slice(before, None))
         return self.head(hidden, self.below_norm(x)), hidden, *new_kv, *last_kv
+
+    def limit_logits(self, logits: Tensor, position_ids: Tensor) -> Tensor:
+        limited_positions = self.config.limited_positions
+        if not limited_positions:
+            return logits
+        return torch.minimum(logits, self.code_limits[position_ids.clamp(max=limited_positions - 1)])
 
     def forward_sequences(self, embeds: Tensor) -> Tensor:
         """Compute hidden states of whole sequences, with causal attention and without a cache, for training and checks.

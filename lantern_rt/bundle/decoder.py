@@ -13,6 +13,7 @@ EXPORT_AGAIN = "export the bundle again"
 PrefixRotation = Literal["zero", "identity"]
 RopeStyle = Literal["interleaved", "half"]
 Rotary = Literal["grid", "sequence", "grids", "learned"]
+Activation = Literal["silu", "gelu-tanh"]
 Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
@@ -37,9 +38,10 @@ class Architecture(ExtendedModel):
             the last layer.
         conditions: number of classes, and the absence of a class, on which adaptive norms and gates of layers depend
             (RAR); 0: layers depend on hidden states only.
+        activation: activation of the gate in the feed-forward network; `gelu-tanh` is the approximation of GELU.
     """
 
-    added_fields = frozenset({"conditions"})
+    added_fields = frozenset({"conditions", "activation"})
 
     intermediate_size: Count
     norm_eps: Positive
@@ -57,3 +59,4 @@ class Architecture(ExtendedModel):
     head_hidden: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     two_heads: bool = False
     conditions: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    activation: Activation = "silu"

@@ -298,8 +298,7 @@ class Manifest(FrozenModel):
 
     def _check_first_grids(self) -> None:
         sizes = [size for size in self.sizes if (size.first_grid, size.first_position) != (None, None)]
-        decoder = self.files.get("vq_decoder")
-        parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
+        parts = {"drafter": self.drafter, "row_end": self.row_end}
         unfit = next((name for name, part in parts.items() if part is not None), None)
         if sizes and unfit is not None:
             problem = f"has a first_grid or first_position, which `{unfit}` does not support"
@@ -330,6 +329,11 @@ class Manifest(FrozenModel):
     @property
     def all_sizes(self) -> tuple[Size, ...]:
         return self.sizes or (self.size(),)
+
+    @property
+    def decoded_cells(self) -> int | None:
+        """Number of codes that the image decoder reads; None: it reads grids of any size."""
+        return self.grid_rows * self.grid_columns if len(self.sizes) < 2 else None
 
     def size_in_pixels(self, size: Size) -> tuple[int, int]:
         """Return width and height in pixels of an image of the given size."""

@@ -41,6 +41,7 @@ FAMILIES = {
     "emu3": "Takes prompts of any subject, and has ten image shapes, of 8,100 tokens each.",
     "emu35": "Takes prompts of any subject, and has many image shapes. Largest download, and needs most memory.",
     "simplear": "Takes prompts of any subject. A small download. An image has 4,096 tokens.",
+    "prologue": "Generates an object of ImageNet's classes, after 16 tokens for its layout. Takes class ids.",
 }
 
 

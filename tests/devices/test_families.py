@@ -23,6 +23,7 @@ BUNDLE_FIXTURES = [
     "par_bundle",
     "rar_bundle",
     "nar_bundle",
+    "prologue_bundle",
 ]
 
 

@@ -27,6 +27,9 @@ from checkpoint_copies import (
     LUMINA2,
     MASKGIT_VQ,
     MOVQGAN,
+    PROLOGUE,
+    PROLOGUE_CONFIG,
+    PROLOGUE_VQ,
     QWEN3,
     RAR,
     SIMPLEAR,
@@ -52,10 +55,12 @@ from family_readers import (
     read_llamagen_transformer,
     read_lumina,
     read_lumina2,
+    read_prologue,
     read_rar,
     read_simplear,
 )
 from goldens import DATA
+from safetensors.torch import load_file, save_file
 from small_models import save_t5
 
 from lantern_rt.export.checkpoints.folders import Checkpoint
@@ -178,6 +183,22 @@ def read_groups_with_code(family: str) -> Reader:
         content = torch.load(GROUP_MODELS[family], weights_only=True)
         torch.save({**content, "scheduler": print}, folder / "target.pt")
         edit_groups(family, target=folder / "target.pt")(folder)
+
+    return read
+
+
+def edit_prologue(name: str = "", change: Any = None, **fields: Any) -> Reader:
+    """Return a reader of Prologue; `change` edits the weights of a file, `fields` replace fields of the settings."""
+
+    def read(folder: Path) -> None:
+        for part in (PROLOGUE, PROLOGUE_VQ):
+            shutil.copytree(part, folder / part.name)
+        if name:
+            weights = load_file(folder / name)
+            change(weights)
+            save_file(weights, folder / name)
+        config = copy_json(PROLOGUE_CONFIG, folder / "config.json", **fields)
+        read_prologue(folder / "ar", folder / "tokenizer", config=config)
 
     return read
 

@@ -28,6 +28,9 @@ from checkpoint_copies import (
     LUMINA2,
     MASKGIT_VQ,
     MOVQGAN,
+    PROLOGUE,
+    PROLOGUE_CONFIG,
+    PROLOGUE_VQ,
     RAR,
     SIMPLEAR,
     T2I,
@@ -81,6 +84,7 @@ def list_emu35_sources(folder: Path) -> ExportSources:
     return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
 
 
+PROLOGUE_FILE = PROLOGUE / "model.safetensors"
 # By family: function that returns small checkpoints, and writes missing files to its folder.
 SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
     "llamagen": lambda _: ({"target": C2I, "vq": VQ, "config": config_path(C2I)}, {}),
@@ -95,6 +99,7 @@ SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
     "emu3": list_emu3_sources,
     "emu35": list_emu35_sources,
     "simplear": lambda _: ({"target": SIMPLEAR, "vq": COSMOS}, {"grid": 5}),
+    "prologue": lambda _: ({"target": PROLOGUE_FILE, "vq": PROLOGUE_VQ, "config": PROLOGUE_CONFIG}, {}),
 }
 
 
@@ -119,6 +124,8 @@ class EmptyCacheHost:
             if file is None:
                 paths = [path for path in source.rglob("*") if path.is_file() and path.suffix != ".npz"]
                 contents |= {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+            elif source.is_dir():
+                contents |= {f"{file}/{path.name}": path.read_bytes() for path in source.iterdir()}
             else:
                 contents[file] = source.read_bytes()
         files = {role: f"{reference.partition('@')[0]}{revision}" for role, reference in files.items()}

@@ -22,7 +22,7 @@ from lantern_rt.errors import BundleError, ParityError
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.common import make_vq_graphs
 from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import EXCLUDED, Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQTokenizerConfig
 from lantern_rt.export.verify import check_graph_parity, choose_tolerance
@@ -53,6 +53,8 @@ def decoder_configs(draw: st.DrawFn) -> DecoderConfig:
         head_width=draw(st.sampled_from([0, 4, 12])),
         qkv_bias=draw(st.booleans()),
         head_hidden=draw(st.sampled_from([0, 24])),
+        activation=draw(st.sampled_from(["silu", "gelu-tanh"])),
+        rope_sections=(draw(st.integers(0, 1)), 0, 0),
     )
 
 
@@ -73,6 +75,28 @@ def test_a_target_graph_gives_the_outputs_of_the_pytorch_module(
     randomise_norms(decoder)
     graph = make_target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
     assert check_graph_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))) < 2e-5
+
+
+@few_examples
+@given(config=decoder_configs(), seed=st.integers(0, 99), positions=st.integers(1, 9))
+def test_a_target_graph_excludes_codes_by_position(
+    tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, positions: int
+) -> None:
+    torch.manual_seed(seed)
+    decoder = Decoder(replace(config, limited_positions=positions))
+    randomise_norms(decoder)
+    decoder.code_limits[:] = torch.randn_like(decoder.code_limits).sign() * EXCLUDED
+    graph = make_target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
+    path = write_graph(graph, tmp_path_factory.mktemp("graph"))
+    assert check_graph_parity(graph, path) < 2e-5
+    case = graph.test_cases["prefill"]
+    logits = GraphFileSession(path).run(case)["logits"]
+    limits = decoder.code_limits[np.minimum(case["position_ids"], positions - 1)].numpy()
+    np.testing.assert_array_equal(logits == EXCLUDED, limits == EXCLUDED)
+    decoder.head.requires_grad_(False)
+    for weight in decoder.head.parameters():
+        weight += 1e-2
+    assert "logits by" in str(catch_error(ParityError, check_graph_parity, graph, path))
 
 
 @few_examples

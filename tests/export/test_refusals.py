@@ -25,6 +25,9 @@ from checkpoint_copies import (
     LUMINA2,
     MASKGIT_VQ,
     MOVQGAN,
+    PROLOGUE,
+    PROLOGUE_CONFIG,
+    PROLOGUE_VQ,
     QWEN3,
     RAR,
     SIMPLEAR,
@@ -50,6 +53,7 @@ from edited_checkpoints import (
     edit_groups,
     edit_json,
     edit_llamagen,
+    edit_prologue,
     edit_published_emu3,
     edit_rar,
     edit_text_encoder,
@@ -78,6 +82,7 @@ from family_readers import (
     read_llamagen_transformer,
     read_lumina,
     read_lumina2,
+    read_prologue,
     read_rar,
     read_simplear,
 )
@@ -99,6 +104,7 @@ MODULATION = "adaln_before_head.adaLN_modulation.1.weight"
 EMBED = "model.embed_tokens.weight"
 TIME_CONV = "vqmodel.encoder.time_conv.0.conv.conv.weight"
 QUERY_NORM = "model.layers.0.self_attn.q_norm.bias"
+PROLOGUE_CODES = "semantic_emb.weight"
 KEY_BIAS = "model.layers.1.self_attn.k_proj.bias"
 GLM_CONFIG = "vision_language_encoder/config.json"
 GLM_PROCESSOR = "processor/processor_config.json"
@@ -374,6 +380,29 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit(SIMPLEAR, lambda w: w.update({EMBED: w[EMBED][:-1]})), "vq", "576 codes 575"),
     (edit(SIMPLEAR, tokenizer=lambda text: text.replace("<|soi|>", "<|sot|>")), "tokenizer.json", "lacks <|soi|>"),
     (copy_vq_file(COSMOS / "decoder.jit", lambda vq: read_simplear(SIMPLEAR, vq, grid=4)), "vq", "no weights"),
+    # Prologue
+    (edit_prologue(rotated_by_position=13), "config.json: rotated_by_position", "13 an even number of the 24"),
+    (edit_prologue(rotated_by_row=14), "config.json: rotated_by_row", "14 an even number of the 12"),
+    (lambda folder: read_prologue(PROLOGUE, PROLOGUE_VQ), "rotated_by_row", "None a JSON file, as --config"),
+    (lambda folder: read_prologue(PROLOGUE, PROLOGUE, config=PROLOGUE_CONFIG), "model_2.safetensors", "no such file"),
+    *(
+        (edit_prologue(f"{file}.safetensors", remove_weights(name)), name, "missing weight")
+        for file, name in (
+            ("ar/model", "bos_emb.weight"),
+            ("ar/model", "ar_model.cond_proj.0.weight"),
+            ("ar/model", "ar_model.layers.1.gate1.weight"),
+            ("ar/model", "ar_model.layers.1.attn1.to_kv.weight"),
+            ("tokenizer/model_2", "semantic_quantizer.pos_select_mask"),
+            ("tokenizer/model_3", "dec.layers.0.attn1.k_norm.weight"),
+        )
+    ),
+    (edit_prologue("ar/model.safetensors", lambda w: w.update(extra=torch.ones(1))), "ar", "unexpected: extra"),
+    (
+        edit_prologue("ar/model.safetensors", lambda w: w.update({PROLOGUE_CODES: w[PROLOGUE_CODES][:-1]})),
+        PROLOGUE_CODES,
+        "120 rows 121",
+    ),
+    (edit_prologue("tokenizer/model_3.safetensors", remove_weights("dec.out.bias")), "", "missing: dec.out.bias"),
     # GLM-Image
     (edit_glm(GLM_CONFIG, lambda c: c.update(model_type="emu3")), "model_type", "emu3 zai-org/GLM-Image"),
     (edit_glm(GLM_CONFIG, lambda c: c.pop("image_start_token_id")), "image_start_token_id", "None token"),

@@ -148,6 +148,19 @@ def test_a_float16_bundle_generates_with_a_float16_kv_cache(
     assert [get_value_dtype(value) for value in cache.block_handle.block.device_tensors] == ["float16"]
 
 
+def test_engines_generate_and_decode_an_image_after_its_prologue(
+    tmp_path: Path, host_library: HostTensorRT, prologue_bundle: Path
+) -> None:
+    folder = build_host_engines(prologue_bundle, tmp_path / "plans", max_nodes=64)
+    results = [
+        Pipeline.from_bundle(prologue_bundle, engines=engines, threads=1)(class_ids=3, seed=1)
+        for engines in (None, folder)
+    ]
+    assert results[0].codes[0].tolist() == results[1].codes[0].tolist()
+    np.testing.assert_array_equal(*(np.asarray(result.images[0]) for result in results))
+    assert len(host_library.engines) == 2  # one of them for the image decoder
+
+
 def test_row_ends_halve_the_nodes_of_a_pass(tmp_path: Path, host_library: HostTensorRT, lumina_bundle: Path) -> None:
     folder = build_host_engines(lumina_bundle, tmp_path / "plans", max_nodes=64)
     max_nodes = max(profile.nodes[2] for profile in open_engine_folder(folder).manifest.graphs["target"].profiles)

@@ -36,6 +36,7 @@ read_janus = partial(_read_checkpoints, "janus")
 read_emu3 = partial(_read_checkpoints, "emu3")
 read_emu35 = partial(_read_checkpoints, "emu35")
 read_simplear = partial(_read_checkpoints, "simplear")
+read_prologue = partial(_read_checkpoints, "prologue")
 
 
 @wrap_reader_errors

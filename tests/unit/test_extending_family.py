@@ -73,7 +73,7 @@ def test_a_toy_family_generates_the_images_of_llamagen(program: Any, toy_folder:
         ("toy", {"vq": VQ, "drafter": "d"}, "drafter", "family toy does not take it"),
         ("toy", {}, "vq", "a checkpoint, which family toy needs"),
         ("llamagen", {"vq": VQ}, "model_type", "give `--family toy`, or another target"),
-        ("tay", {"vq": VQ}, "family", "emu35 or simplear or toy"),
+        ("tay", {"vq": VQ}, "family", "simplear or prologue or toy"),
     ],
 )
 def test_invalid_options_for_a_toy_family_are_rejected(

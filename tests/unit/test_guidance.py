@@ -94,6 +94,21 @@ def test_a_cosine_schedule_gives_the_published_scales_of_rar() -> None:
     assert list_scales(4.0, "0", 3).tolist() == [4.0] * 3
 
 
+@pytest.mark.parametrize(
+    ("schedule", "scales"),
+    [
+        ("0.5x2,constant", [0.5, 0.5, 3, 3, 3, 3]),
+        ("4x2,linear", [4, 4, 1.5, 2, 2.5, 3]),
+        ("0.5x4,cosine-1", [0.5] * 4 + [1, 2]),
+        ("0.5x9,linear", [0.5] * 6),
+    ],
+)
+def test_the_first_tokens_have_a_scale_of_their_own(schedule: str, scales: list[float]) -> None:
+    guidance = Guidance(Sampling(cfg_scale=3.0, cfg_schedule=schedule), RasterLayout(6))
+    np.testing.assert_allclose(guidance.scales(range(6)), scales, rtol=1e-6)
+    assert guidance.rounding_growth == 2 * max(3, *scales) - 1
+
+
 @pytest.mark.parametrize("row_end", [None, 5])
 def test_the_guidance_scale_falls_token_by_token(row_end: int | None) -> None:
     """Compare with the published rule: before token t of n, row ends included, the scale falls by 1 - 4 (t + 2) / n."""

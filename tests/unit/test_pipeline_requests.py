@@ -100,7 +100,7 @@ WRONG_OPTIONS = [
     *make_option_cases("cfg_tokens", -1, 37, "37", 10**5000, "9" * 5000, 2.5, NAN, True, [3]),
     *make_option_cases("cfg_tokens", "half", "-1%", "101%", "5e1%", "%", "", f"0.{'9' * 30}%"),
     *make_option_cases("cfg_tokens", 3, "0%", cfg_scale=1),
-    *make_option_cases("cfg_schedule", "cosine", "cosine-", "cosine-1e3", "cosine--1", 2),
+    *make_option_cases("cfg_schedule", "cosine", "cosine-", "cosine-1e3", "cosine--1", "0.7,linear", "2x4,", 2),
     *make_option_cases("cfg_schedule", "linear", cfg_scale=1),
     *make_option_cases("num_images", 0, -3, 1.5, 5000),
     *make_option_cases("num_images", 1000, prompts=["red"] * 3),

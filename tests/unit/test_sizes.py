@@ -57,8 +57,10 @@ def test_a_small_first_grid_adds_codes(class_bundle: Path) -> None:
     assert (manifest.size().first_codes, manifest.codes_per_image, manifest.max_image_tokens) == (6, 42, 42)
     assert not manifest.makes_images
     for wrong, words in (
-        ({"sizes": [size]}, "size 24x24 has a first_grid or first_position, which `vq_decoder` does not support"),
-        ({"files": files, "sizes": [size], "row_end": 32}, "which `row_end` does not support"),
+        (
+            {"sizes": [size], "row_end": 32},
+            "size 24x24 has a first_grid or first_position, which `row_end` does not support",
+        ),
         ({"files": files, "sizes": [size | {"first_position": 900}]}, "first_position 900 is not in 1 .. "),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
