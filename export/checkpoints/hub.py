@@ -65,11 +65,12 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
         except Exception as error:
             reraise_error_of_signal_handler(error)
             # Fall back to the cache; missing files raise an error when they are read.
-            known = file or [*file_patterns, *_SIDE_FILES][0]
-            cached = try_to_load_from_cache(repository, known, revision=revision)
-            if isinstance(error, LanternError) or is_hub_rejection(error) or not isinstance(cached, str):
+            known = [file, f"{file}/{SINGLE[0]}"] if file else [*file_patterns, *_SIDE_FILES][:1]
+            cached = {name: try_to_load_from_cache(repository, name, revision=revision) for name in known}
+            roots = [Path(path).parents[name.count("/")] for name, path in cached.items() if isinstance(path, str)]
+            if isinstance(error, LanternError) or is_hub_rejection(error) or not roots:
                 raise
-            return Path(cached) if file else Path(cached).parents[known.count("/")]
+            return roots[0] / (file or "")
     return folder / (file or "")
 
 

@@ -93,7 +93,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
 
     def write_layer_norm(self, x: str) -> str:
         y = _write_normalization(self.graph, self.graph.cast_for_norm(x), self.config.norm_eps, centred=True)
-        return self.graph.cast(y, "float16" if self.half else "float32") if self.half or self.graph.int8_matmul else y
+        return self.to_dtype(self.graph.cast(y, "float32") if self.graph.int8_matmul else y)
 
     def write_gelu(self, x: str) -> str:
         ops = self.graph

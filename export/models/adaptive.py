@@ -91,6 +91,7 @@ class AdaptiveDecoder(Decoder):
         return self.head(hidden), hidden, *new_kv
 
     def bound_projection(self, layer_name: str, rows: Tensor) -> Tensor:
+        """Estimate the bounds from `_NUM_SAMPLES` pairs; graphs clip values beyond them."""
         count = self.config.conditions * len(self.step_vectors)
         ids = torch.arange(_NUM_SAMPLES) * count // _NUM_SAMPLES
         modulation = self.get_submodule(f"{layer_name}.modulation")

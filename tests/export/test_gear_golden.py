@@ -27,7 +27,7 @@ from lantern_rt.export.verify import verify_bundle
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import convert_pixels_to_image
-from lantern_rt.prepared import compute_prefixes, load_model
+from lantern_rt.prepared import load_model
 from lantern_rt.runtime.likelihood import compute_sequence_logits
 from lantern_rt.runtime.statistics import EngineTimer
 
@@ -75,7 +75,7 @@ def record_layers(module: Any, call: Callable[[], Any]) -> tuple[Any, list[NDArr
 def compute_logits(bundle: Path, caption: str, codes: Sequence[int]) -> NDArray[np.float32]:
     """Return the logits `[rows, codes, vocabulary]` from which codes are predicted, by the engine for CPUs."""
     with Pipeline.from_bundle(bundle, threads=1) as pipe:
-        (prompt,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(prompts=[caption], method="ar").images)
+        (prompt,) = pipe.prepare(pipe.check(prompts=[caption], method="ar")).prompts()
         model = load_model(pipe.bundle, pipe.engines, [])
         layout = pipe.bundle.manifest.layout()
         known = np.array(codes[:-1], np.int64)
@@ -215,7 +215,7 @@ def test_a_draft_tree_has_the_recorded_logits(gear_bundle: Path, arrays: Arrays)
     table = np.load(gear_bundle / "code_embeddings.npy")
     with Pipeline.from_bundle(gear_bundle, threads=1) as pipe:
         caption = CAPTIONS[TRACES["teacher_forcing"]["captions"][0]]
-        (prompt,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(prompts=[caption], method="ar").images)
+        (prompt,) = pipe.prepare(pipe.check(prompts=[caption], method="ar")).prompts()
     for i, row in enumerate(prompt.rows(2)):
         run = GraphRunner(gear_bundle, "prefix")
         causal = np.tri(len(row.embeds), dtype=bool) & row.is_real_token | np.eye(len(row.embeds), dtype=bool)

@@ -52,6 +52,9 @@ INITIAL_REPOSITORIES: dict[str, dict[str, bytes]] = {
     }
     | {"pytorch_model.bin": b"never fetched", "README.md": b"nor this"},
     "owner/files": {"vq/vq_tiny.pt": (DATA / "llamagen-vq/vq_tiny.pt").read_bytes(), "other.pt": b"not asked for"},
+    "owner/folders": {
+        f"tokenizer/{name}": b"weights" for name in ("model.safetensors", "model_1.safetensors", "optimizer.bin")
+    },
     "owner/shards": {
         "config.json": b"{}",
         "tokenizer.json": b"{}",
@@ -94,6 +97,9 @@ def test_needed_files_are_fetched_at_one_commit_and_read_without_the_hub(endpoin
         "hf:owner/target": [f"hf:owner/target/{name}@{COMMIT}" for name in ("config.json", "model.safetensors")],
         "hf:owner/target@v1": [f"hf:owner/target/{name}@{OLD_COMMIT}" for name in ("config.json", "model.safetensors")],
         "hf:owner/files/vq/vq_tiny.pt": [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}"],
+        "hf:owner/folders/tokenizer": [
+            f"hf:owner/folders/tokenizer/{name}@{COMMIT}" for name in ("model.safetensors", "model_1.safetensors")
+        ],
         "hf:owner/shards": [f"hf:owner/shards/{name}@{COMMIT}" for name in sorted(REPOSITORIES["owner/shards"])],
     }
     fetched = fetch(endpoint, tmp_path, *expected)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import typer
-from docs_programs import PAGE, run_program
 from toy_engine import collect_codes, decode, make_model, make_prompt
 
 from lantern_rt.cli.app import app
@@ -21,6 +20,7 @@ from lantern_rt.methods import Autoregressive, Sampling
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md")]
 PAGES += [page for name in ("docs", "recipes", "benchmarks") for page in (ROOT / name).rglob("*.md")]
+METHODS_PAGE = (ROOT / "docs/methods.md").read_text("utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
 
@@ -114,8 +114,16 @@ def test_every_command_in_the_docs_has_valid_options(page: Path) -> None:
     assert list(filter(None, map(find_usage_error, list_commands(page)))) == []
 
 
+def read_methods_program(number: int) -> dict[str, Any]:
+    """Run a Python block of docs/methods.md and return its names."""
+    names: dict[str, Any] = {"__name__": "methods"}
+    source = re.findall(r"^```python\n(.*?)^```$", METHODS_PAGE, re.MULTILINE | re.DOTALL)[number]
+    exec(compile(source, "docs/methods.md", "exec", dont_inherit=True), names)
+    return names
+
+
 def test_the_loop_of_the_docs_generates_the_tokens_of_plain_sampling(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_program("LENGTH")
+    names = read_methods_program(0)
     tokens, passes = names["plain"]
     expected = [0]
     while len(expected) < names["LENGTH"]:
@@ -126,12 +134,12 @@ def test_the_loop_of_the_docs_generates_the_tokens_of_plain_sampling(capsys: pyt
     names["draft"] = lambda tokens, count: [tokens[-1]] * count  # a drafter that knows nothing
     assert names["generate"](4)[0] == expected
     assert capsys.readouterr().out == f"{passes} and {names['drafted'][1]} passes\n"
-    assert f": {passes} and {names['drafted'][1]}\n" in PAGE
+    assert f": {passes} and {names['drafted'][1]}\n" in METHODS_PAGE
 
 
 @pytest.mark.usefixtures("own_registrations")
 def test_the_method_of_the_docs_gives_ars_tokens_in_fewer_passes() -> None:
-    row_above = run_program("register_method")["RowAbove"]()
+    row_above = read_methods_program(1)["RowAbove"]()
     assert parse_method_config("row-above") == row_above
     model = make_model(3, 36, max_logit=3, columns=6)
     request = ([make_prompt(1), make_prompt(2)], [1, 2], Sampling())

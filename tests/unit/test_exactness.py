@@ -7,13 +7,14 @@ use rejection sampling: their tokens differ from the tokens of `ar`, but have th
 from __future__ import annotations
 
 import itertools
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from docs_programs import run_program
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -131,7 +132,7 @@ def test_images_of_2_000_seeds_have_the_joint_distribution(method: str, sampling
 
 @pytest.mark.usefixtures("own_registrations")
 def test_a_setting_of_a_user_changes_the_distribution_as_its_filter_says() -> None:
-    run_program("register_sampling_setting")
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/own_sampling_setting.py"))
     changed, unchanged = (
         find_sampling_class()(cfg_scale=1.5, top_p=0.95, **own) for own in ({"epsilon_cutoff": 0.25}, {})
     )

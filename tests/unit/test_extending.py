@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from docs_programs import read_program
 from refusals import expect_error
 from typer.main import get_command
 
@@ -149,8 +148,8 @@ assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
 assert run_program([*command, "red cube", "--place=a purple one", "--output=c.png"]) == 2
 """
 
-DOCS_PROGRAMS = read_program("register_sampling_setting") + read_program("register_input")
-# Uses the setting `epsilon_cutoff` and the input `caption` of the docs.
+EXAMPLES = "".join((ROOT / f"examples/own_{name}.py").read_text("utf-8") for name in ("sampling_setting", "input"))
+# Uses the setting `epsilon_cutoff` and the input `caption` of the examples.
 OWN_PROGRAM = """
 import asyncio
 import base64
@@ -369,7 +368,7 @@ def test_a_setting_needs_a_name_of_its_own(name: str) -> None:
 def test_inputs_and_settings_are_used_only_as_they_were_registered_last() -> None:
     for _ in range(2):
         names: dict[str, Any] = {"__name__": "notebook"}
-        exec(compile(DOCS_PROGRAMS, "cell", "exec", dont_inherit=True), names)
+        exec(compile(EXAMPLES, "cell", "exec", dont_inherit=True), names)
         assert (PARTS[-1], WORDS["caption"]) == (names["Caption"], names["Caption"].words[0])
         assert OWN_FILTERS["epsilon_cutoff"] is names["make_filter"]
     assert len({part.__qualname__ for part in PARTS}) == len(PARTS)
@@ -454,7 +453,7 @@ def test_an_input_changes_two_files_beside_its_own(words_bundle: Path, tmp_path:
 
 
 def test_an_own_setting_and_an_own_input_work_like_built_in_ones(words_bundle: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DOCS_PROGRAMS + OWN_PROGRAM, str(words_bundle)]
+    command = [sys.executable, "-c", EXAMPLES + OWN_PROGRAM, str(words_bundle)]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     assert "--epsilon-cutoff: found 2.0, expected at most 1.0" in process.stderr

@@ -30,7 +30,7 @@ def compute_naive_distribution(logits: NDArray[np.float64], sampling: Sampling) 
                     weights[code] = 0
                 cumulative += probability
     weights[weights < (sampling.min_p or 0.0) * weights.max()] = 0
-    cutoff = sampling.own_settings.get("epsilon_cutoff", 0.0) * weights.sum()  # of docs/methods.md
+    cutoff = sampling.own_settings.get("epsilon_cutoff", 0.0) * weights.sum()  # of examples/own_sampling_setting.py
     weights[weights < min(cutoff, weights.max())] = 0
     return weights / weights.sum()
 
