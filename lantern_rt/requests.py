@@ -40,7 +40,8 @@ class GenerationSettings:
     def as_dict(self) -> dict[str, Any]:
         """Return all settings that are not None, by their public names, as a JSON object."""
         size = {} if self.size is None else {"size": self.size}
-        sampling = self.sampling.model_dump(exclude_none=True)
+        # `model_dump` would turn a Ctrl-C in the serializer of `ExtendedModel` into an error of pydantic.
+        sampling = {name: value for name, value in self.sampling if value is not None}
         return {"method": self.method.method, **size, **sampling, **self.method.parameters()}
 
 
@@ -59,7 +60,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
     _check_quality_option(options)
     size = _find_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
-    sampling = validate_model(find_sampling_class(), manifest.sampling.model_dump() | parameters)
+    sampling = validate_model(find_sampling_class(), dict(manifest.sampling) | parameters)
     sampling = _check_guidance(sampling, parameters.keys(), size.codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
