@@ -44,7 +44,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not ins
 
 from recipes.scenes.bundle import write_scenes_bundle
 from recipes.scenes.evaluate import match_attributes, sample_prompts
-from recipes.scenes.judge import load_judge
+from recipes.scenes.judge import judge, load_judge
 from recipes.scenes.restore import restore_work_folder
 
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
@@ -118,14 +118,16 @@ def print_quality(pipelines: dict[str, Pipeline], methods: Sequence[str], num_im
         key: [] for key in keys
     }  # share of right attributes of each image
     for first in range(0, len(prompts), batch):
-        request = {"prompts": prompts[first : first + batch], "seed": 1000 + first}
+        shown = scenes[first : first + batch]
+        request: dict[str, Any] = {"prompts": prompts[first : first + batch], "seed": 1000 + first}
         results = {key: pipelines[key[0]](**request, method=key[1]) for key in keys}
         for key, result in results.items():
             excess[key] += [
                 values.nats - values.entropy for values in reference.likelihoods(result.codes, **request, method="ar")
             ]
             pixels = np.stack([np.asarray(image) for image in result.images])
-            marks = match_attributes(judge_model, scenes[first : first + batch], pixels)
+            verdicts = judge(judge_model, pixels, [len(scene.solids) for scene in shown])
+            marks = match_attributes(shown, request["prompts"], verdicts)
             image_marks[key] += [float(np.mean([*image_mark.values()])) for image_mark in marks]
         reference_codes = results["fp32", "ar"].codes
         logits = {
