@@ -354,3 +354,10 @@ def test_both_sets_of_weights_of_the_image_tokenizer_are_read(arrays: Arrays) ->
         if averaged:
             assert_close(vectors.numpy(), arrays["vq_code_vectors"])
             assert_close(latents.numpy(), arrays["vq_post_quant"])
+
+
+def test_filters_give_the_recorded_distributions(arrays: Arrays) -> None:
+    for (temperature, top_k, top_p), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
+        sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
+        actual = [make_sampler(sampling).compute_distribution(row) for row in arrays["filter_logits"]]
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
