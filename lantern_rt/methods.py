@@ -123,6 +123,7 @@ class Sampling(ExtendedModel, strict=True):
     """
 
     added_fields = frozenset({"min_p"})
+    own_names: ClassVar[tuple[str, ...]] = ()  # settings of users; every forward pass asks for them
 
     cfg_scale: Annotated[
         float,
@@ -180,7 +181,8 @@ class Sampling(ExtendedModel, strict=True):
     @property
     def own_settings(self) -> dict[str, Any]:
         """Settings that `register_sampling_setting` added, and that have an effect."""
-        return {name: value for name, value in self if name not in Sampling.model_fields and value is not None}
+        values = {name: getattr(self, name) for name in self.own_names}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def uses_guidance(self) -> bool:
@@ -215,7 +217,11 @@ def find_sampling_class() -> type[Sampling]:
     own: dict[str, Any] = {
         name: (field.annotation, field) for name, field in SAMPLING.items() if name not in Sampling.model_fields
     }
-    return create_model("Sampling", __base__=Sampling, **own) if own else Sampling
+    if not own:
+        return Sampling
+    own_class = create_model("Sampling", __base__=Sampling, **own)
+    own_class.own_names = (*own,)
+    return own_class
 
 
 def add_sampling_setting(name: str, annotation: Any) -> None:

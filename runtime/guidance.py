@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..methods import Sampling
 from .engine import Floats, Ints
@@ -60,15 +59,6 @@ def apply_guidance(logits: Floats, scales: Floats) -> Floats:
     return mixed
 
 
-def compute_cosine_shares(fractions: NDArray[np.float64], power: float) -> NDArray[np.float64]:
-    """Return how much of the guidance scale holds where `fractions` of the codes are done: from 0 to 1, both float64.
-
-    A power of 0 gives 1 everywhere.
-    """
-    shares: NDArray[np.float64] = (1 - np.cos(np.pi * fractions**power)) / 2
-    return shares
-
-
 def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     """Return the guidance scale of every code, float32 `[num_codes]`.
 
@@ -90,7 +80,7 @@ def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     if name == "linear":
         scheduled[:] = 1 + (final - 1) * ((steps + 1).astype(np.float32) / len(steps))
     if name == "cosine":
-        scheduled[:] = 1 + (final - 1) * compute_cosine_shares(steps / len(steps), float(power))
+        scheduled[:] = 1 + (final - 1) * (1 - np.cos(np.pi * (steps / len(steps)) ** float(power))) / 2
     if name != "constant" or first:
         return scales
     token = 0  # counts end-of-row tokens, too, so the scale may fall twice between two codes

@@ -29,9 +29,8 @@ class OrtGraphLoader:
 
     def load_decoder(self, spec: DecoderSizes, code_embeddings: Floats | None) -> Engine:
         """Load the target, with the embeddings of its tokens `[vocab_size, hidden_size]`, or the drafter, without."""
-        path = self._bundle.path(spec.role)
-        has_prefix_graph = spec.role == "target" and "prefix" in self._bundle.manifest.files
-        prefix_path = self._bundle.path("prefix") if has_prefix_graph else None
+        path, *others = map(self._bundle.path, self._bundle.manifest.list_graphs_of_decoder(spec.role))
+        prefix_path = next(iter(others), None)
         provider = self._providers.get_provider(spec.role)
         if provider in self._devices:
             manifest = self._bundle.manifest

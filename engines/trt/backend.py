@@ -36,8 +36,7 @@ class TensorRTGraphLoader(OrtGraphLoader):
         weakref.finalize(self, self._kernels.save)  # at the end, as TensorRT-RTX compiles kernels while engines run
 
     def load_decoder(self, spec: DecoderSizes, code_embeddings: Floats | None) -> Engine:
-        has_prefix_graph = spec.role == "target" and "prefix" in self._bundle.manifest.files
-        roles = (spec.role, "prefix") if has_prefix_graph else (spec.role,)
+        roles = self._bundle.manifest.list_graphs_of_decoder(spec.role)
         return TensorRTEngine([*map(self._load_executable, roles)], spec, code_embeddings, self._gpu)
 
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:

@@ -229,6 +229,10 @@ class Manifest(FrozenModel):
         specs = self.target, self.target if "prefix" in self.files else None, self.drafter
         return {role: spec for role, spec in zip(DECODERS, specs, strict=True) if spec is not None}
 
+    def list_graphs_of_decoder(self, role: str) -> list[str]:
+        """Return the roles of the graphs that run a decoder's passes: its own and, for the target, perhaps `prefix`."""
+        return [name for name, spec in self.decoders.items() if spec.role == role]
+
     @property
     def drafters(self) -> list[str]:
         """Names of the drafters that can make draft trees, `heads` and `eagle`, the default first."""

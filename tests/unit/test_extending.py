@@ -325,8 +325,8 @@ class NoWords(Part):
 
 
 def make_part(name: str, **names: str) -> type[Part]:
-    option = Option(names.pop("option", name), str, "TEXT", "Text.")
-    words = Words(**{"parameter": name, "field": name, "chunk": name, **names}, option=option)  # type: ignore[arg-type]
+    option = Option(names.get("option", name), str, "TEXT", "Text.")
+    words = Words(name, names.get("field", name), names.get("chunk", name), option)
     return type("Own", (Part,), {"words": (words,)})
 
 
