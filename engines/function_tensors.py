@@ -40,12 +40,15 @@ class ImageTensors(NamedTuple):
     encoded: TensorSpec
 
 
-def declare_image_tensors(cells: int | None, height: int = 0, width: int = 0) -> ImageTensors:
-    """Declare the tensors for images of `cells` codes and a size in pixels; None: for images of any size."""
+def declare_image_tensors(cells: int | None, height: int = 0, width: int = 0, first_codes: int = 0) -> ImageTensors:
+    """Declare the tensors for images of `cells` codes and a size in pixels; None: for images of any size.
+
+    `first_codes` of a first grid, which images of any size do not have, are encoded too.
+    """
     pixels = ("height", "width") if cells is None else (height, width)
     grid = ("rows", "columns") if cells is None else (cells,)
     return ImageTensors(
         TensorSpec("codes", ("int64",), ("images", *grid)),
         TensorSpec("images", ("float32",), ("images", 3, *pixels)),
-        TensorSpec("codes", ("int64",), ("images", "cells" if cells is None else cells)),
+        TensorSpec("codes", ("int64",), ("images", "cells" if cells is None else first_codes + cells)),
     )

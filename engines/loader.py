@@ -86,7 +86,9 @@ class BundleEngines:
         manifest = bundle.manifest
         condition = declare_condition_tensors(manifest.condition, spec.hidden_size)
         self._condition = self._graphs.load_graph_function("condition", *condition)
-        self._tensors = declare_image_tensors(manifest.decoded_cells, manifest.image_height, manifest.image_width)
+        self._tensors = declare_image_tensors(
+            manifest.decoded_cells, manifest.image_height, manifest.image_width, manifest.size().first_codes
+        )
         self._vq_decoder: Function | None = None
         if manifest.makes_images:
             self._vq_decoder = self._graphs.load_graph_function(

@@ -59,7 +59,8 @@ class Options(GenerationOptions, total=False):
             or `[prompts, tokens, dim]`, or the pair `(embeddings, mask)`. The mask `[prompts, tokens]` is 1 on tokens
             and 0 on the padding after the tokens.
         negative_prompt: text that guidance leads away from, for all prompts. It requires prompts and guidance.
-        keep_rows: number of grid rows at the top of `image` to preserve, from 1; replaces `mask`.
+        keep_rows: number of grid rows at the top of `image` to preserve, from 1, or 0 for a prologue alone; replaces
+            `mask`.
         seed: random seed, 0 .. 2**64 - 1: one seed for all prompts, or one seed per prompt. Image i of a prompt has
             seed + i. An image depends on its seed, but not on the other images of the call.
         num_images: number of images per prompt, from 1; at most 1024 images per call.

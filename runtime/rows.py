@@ -87,7 +87,7 @@ class TokenGrid:
     """Token grid of one image during row-parallel decoding, after the first code of the grid was sampled.
 
     Args:
-        codes: codes before the grid, and the first code of the grid.
+        codes: codes before the grid, and the first of the grid. All but the last are cached.
         window: number of tokens by which a grid row stays behind the row above.
         num_drafts: number of draft tokens in every row; may be changed between passes.
         max_nodes: maximum number of nodes of a pass; further nodes wait for the next pass.
@@ -111,17 +111,20 @@ class TokenGrid:
         num_rows = (layout.num_codes - self.start) // self.codes_per_row
         cells = np.full((num_rows, self.columns), end_token or 0)
         cells[:, : self.codes_per_row] = -1  # only the end-of-row tokens are known
+        num_known = len(codes) - self.start
         # Token of every cell, the codes before the grid included; -1 if the token is not known yet.
-        self.cells: list[int] = [*codes, *cells.ravel()[1:].tolist()]
+        self.cells: list[int] = [*codes, *cells.ravel()[num_known:].tolist()]
         self.window = min(window, self.codes_per_row)
         self.num_drafts = num_drafts
         self.max_nodes = max_nodes
         # Number of known tokens of every row; the end-of-row token counts once the last code is known.
         self.lengths = [0] * num_rows
+        for cell in range(num_known - 1):
+            self._extend_row(cell // self.codes_per_row)
         # Number of cached tokens of every row. The newest code and the end-of-row token enter the cache in the next
         # pass, so a row can have fewer cached tokens than known tokens.
-        self.cached_lengths = [0] * num_rows
-        self._cached_cells = [*range(self.start)]  # cells of cached tokens, in cache order
+        self.cached_lengths = [*self.lengths]
+        self._cached_cells = [*range(len(codes) - 1)]  # cells of cached tokens, in cache order
         preserved = enumerate([] if preserved_codes is None else preserved_codes.tolist())
         self._preserved = {
             i + self.has_row_ends * (i // self.codes_per_row): code for i, code in preserved if code >= 0
@@ -129,7 +132,7 @@ class TokenGrid:
         # {cell: draft token} for cells that are not known yet. The draft tokens are preserved codes, and tokens that
         # earlier passes sampled after draft tokens.
         self._drafts = dict(self._preserved)
-        self._extend_row(0)
+        self._extend_row((num_known - 1) // self.codes_per_row)
 
     def plan_next_pass(self) -> GridPass:
         """Return the next pass, over the newest tokens and the draft tokens of every row whose context is complete."""
@@ -291,8 +294,11 @@ class RowParallelDrafter(Drafter):
         # Codes of a smaller first grid are generated one after another, before the grid is generated in parallel.
         drafts: list[Draft] = []
         for sequence in sequences:
-            if len(sequence.codes) <= sequence.plan.raster_layout.grid_start:
-                drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
+            num_missing = sequence.plan.raster_layout.grid_start + 1 - len(sequence.codes)
+            if num_missing > 0:
+                # A root and its preserved tokens end in the first cell, and a token may be sampled after them.
+                chain = make_preserved_chain(sequence, min(1 + num_missing, self._max_nodes))
+                drafts.append(TreeDraft(sequence, chain))
             else:
                 drafts.append(RowParallelDraft(sequence, self._get_grid(sequence)))
         return drafts

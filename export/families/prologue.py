@@ -44,15 +44,16 @@ _KIND_DISTANCE = 10.0  # vectors of codes have the length 1
 def read_prologue(target: Checkpoint, vq: Path, *, config: Path | None = None) -> BundleContents:
     """Read Prologue; `vq` is the folder of its image tokenizer, and `config` a JSON file."""
     settings = Config(target.path, {}) if config is None else read_config(config)
-    image_decoder, length, num_prologue_codes = read_prologue_tokenizer(vq, target.progress, settings)
+    image_decoder, image_encoder = read_prologue_tokenizer(vq, target.progress, settings)
     image_decoder.head.bias.data = image_decoder.head.bias.data - HALF_LEVEL
     image = image_decoder.config
     target.sources += [] if config is None else [("config", config)]
     target.read_weights(name_filter=lambda name: name != _LABELS)
     target.rename_weights({"classes": "bos_emb.weight", "embed.weight": "semantic_emb.weight"})
-    sizes = read_folded_sizes(target, "ar_model.", settings, "rotated_by_position", published=24)
+    sizes = read_folded_sizes(target, "ar_model.", settings, "rotated_by_position")
+    length = image_encoder.length
+    visual = image_encoder.num_visual_codes
     end = image.vocab_size - 1
-    visual = end - num_prologue_codes
     target.get_shape("classes")  # raises an error for a missing weight
     condition = ClassCondition(target.weights.pop("classes").float()).make_condition()
     if (rows := target.get_shape("embed.weight")[0]) != end + 1:
@@ -84,8 +85,10 @@ def read_prologue(target: Checkpoint, vq: Path, *, config: Path | None = None) -
         sampling=Sampling(cfg_scale=scale, cfg_schedule=f"{first}x{length},cosine-{power}"),
         sizes=(make_size(image.grid, image.grid, image_decoder.patch, first_grid=(1, length + 1)),),
     )
-    sources = [*model.sources, *image_decoder.checkpoint.sources]
-    return replace(model, graphs=[*model.graphs, image_decoder.make_graph()], sources=sources)
+    networks = (image_encoder, image_decoder)
+    sources = [*model.sources, *(source for network in networks for source in network.checkpoint.sources)]
+    graphs = [*model.graphs, *(network.make_graph() for network in networks)]
+    return replace(model, graphs=graphs, sources=sources)
 
 
 FAMILY = ModelFamily(read_prologue)

@@ -29,8 +29,9 @@ class ImageEdit(Part):
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
         if self.preserved_codes is None:
-            codes = encoder(convert_to_encoder_input(self.pixels))[0]
-            self.preserved_codes = np.where(self.regenerated_cells.ravel(), -1, codes)
+            self.preserved_codes = encoder(convert_to_encoder_input(self.pixels))[0].copy()
+            # Codes of a first grid, such as a prologue, come before those of the cells, and are preserved.
+            self.preserved_codes[-self.regenerated_cells.size :][self.regenerated_cells.ravel()] = -1
 
     def finish_image(self, image: Image.Image) -> Image.Image:
         """Blend a generated image of the same size into the original image.
@@ -73,7 +74,8 @@ def prepare_edit(
     if keep_rows is not None:
         if mask is not None:
             raise RequestError("given together with keep_rows", field="mask", remedy="give one of them")
-        num_rows = check_int("keep_rows", keep_rows, 0, 1, size.rows - 1)
+        # With 0, the codes of a first grid are still preserved.
+        num_rows = check_int("keep_rows", keep_rows, 0, 0 if size.first_grid else 1, size.rows - 1)
         regenerated_cells = np.repeat(np.arange(size.rows)[:, None] >= num_rows, size.columns, 1)
     else:
         selected = ImageOps.fit(_read_mask(original, mask), (width, height), Image.Resampling.BOX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from PIL import Image
 
 from lantern_rt import Pipeline
+from lantern_rt.subjects.image_files import convert_to_encoder_input
 
 RED_CUBE: dict[str, Any] = {"prompts": "a red cube"}
 
@@ -22,6 +24,7 @@ RED_CUBE: dict[str, Any] = {"prompts": "a red cube"}
         ("anole", RED_CUBE),
         ("c2i", {"class_ids": 3}),
         ("rar", {"class_ids": 3}),
+        ("prologue", {"class_ids": 3}),
     ],
 )
 def test_edits_preserve_codes_and_pixels_of_the_upper_rows(
@@ -40,3 +43,13 @@ def test_edits_preserve_codes_and_pixels_of_the_upper_rows(
         # Pixels depend on neighbouring grid rows, so only pixels above the last preserved row are compared.
         height = image.height // size.rows * (size.rows - 2)
         np.testing.assert_array_equal(np.asarray(results[0].images[0])[:height], np.asarray(image)[:height])
+
+
+def test_an_edit_can_preserve_the_prologue_alone(prologue_bundle: Path) -> None:
+    with Pipeline.from_bundle(prologue_bundle, threads=1) as pipe:
+        image = Image.linear_gradient("L").resize((16, 16)).convert("RGB")
+        (encoded,) = pipe.engines.encode_images(convert_to_encoder_input(np.asarray(image)))
+        edits = [pipe.edit(image, keep_rows=0, class_ids=3, seed=seed, tries=2) for seed in (1, 5)]
+    codes = [edit.codes[0].tolist() for edit in edits]
+    assert codes[0][:5] == codes[1][:5] == encoded[:5].tolist()
+    assert codes[0][5:] != codes[1][5:]

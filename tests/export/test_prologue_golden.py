@@ -28,6 +28,7 @@ from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.guidance import Guidance, apply_guidance
 from lantern_rt.runtime.raster import RasterLayout
+from lantern_rt.subjects.image_files import convert_to_encoder_input
 
 TRACES: dict[str, dict[str, Any]] = {
     trace["name"]: trace for trace in json.loads((DATA / "prologue/traces.json").read_text())
@@ -221,3 +222,17 @@ def test_codes_decode_to_the_recorded_images(tmp_path: Path, arrays: Arrays, ave
         x = layer(x, decoder.rope[None])
     assert_close(x[0].numpy(), arrays["vq_layer_hidden"][-1])
     assert_close(decoder.head(decoder.norm(x)).numpy() + half_level, arrays["vq_patches"])
+
+
+def test_a_picture_encodes_to_the_recorded_codes(prologue_bundle: Path, model: BundleContents, arrays: Arrays) -> None:
+    picture = convert_to_encoder_input(arrays["vq_image_uint8"])
+    outputs = GraphFileSession(prologue_bundle / "vq_encoder.onnx").run({"images": picture})
+    prologue, cells = np.split(arrays["vq_encoded"], [4])
+    assert outputs["codes"].tolist() == [[*(96 + prologue), 120, *cells]]
+    (encoder,) = (graph.module for graph in model.graphs if graph.role == "vq_encoder")
+    hidden: list[torch.Tensor] = []
+    for name in ("to_visual", "to_prologue"):
+        encoder.get_submodule(name).register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    _, latents = encoder(torch.from_numpy(picture))
+    assert_close(torch.cat(hidden, 1).numpy(), arrays["vq_encoder_hidden"])
+    assert_close(outputs["pre_quant"], latents.numpy())

@@ -381,8 +381,8 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit(SIMPLEAR, tokenizer=lambda text: text.replace("<|soi|>", "<|sot|>")), "tokenizer.json", "lacks <|soi|>"),
     (copy_vq_file(COSMOS / "decoder.jit", lambda vq: read_simplear(SIMPLEAR, vq, grid=4)), "vq", "no weights"),
     # Prologue
-    (edit_prologue(rotated_by_position=13), "config.json: rotated_by_position", "13 an even number of the 24"),
-    (edit_prologue(rotated_by_row=14), "config.json: rotated_by_row", "14 an even number of the 12"),
+    (edit_prologue(rotated_by_position=13), "config.json: rotated_by_position", "13 an even number up to 24"),
+    (edit_prologue(rotated_by_row=8), "config.json: rotated_by_row", "8 an even number up to 6"),
     (lambda folder: read_prologue(PROLOGUE, PROLOGUE_VQ), "rotated_by_row", "None a JSON file, as --config"),
     (lambda folder: read_prologue(PROLOGUE, PROLOGUE, config=PROLOGUE_CONFIG), "model_2.safetensors", "no such file"),
     *(
@@ -393,6 +393,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
             ("ar/model", "ar_model.layers.1.gate1.weight"),
             ("ar/model", "ar_model.layers.1.attn1.to_kv.weight"),
             ("tokenizer/model_2", "semantic_quantizer.pos_select_mask"),
+            ("tokenizer/model_2", "enc.layers.0.gate_mlp.weight"),
             ("tokenizer/model_3", "dec.layers.0.attn1.k_norm.weight"),
         )
     ),
@@ -403,6 +404,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
         "120 rows 121",
     ),
     (edit_prologue("tokenizer/model_3.safetensors", remove_weights("dec.out.bias")), "", "missing: dec.out.bias"),
+    (edit_prologue("tokenizer/model_2.safetensors", remove_weights("enc.learnable_query")), "", "enc.learnable_query"),
     # GLM-Image
     (edit_glm(GLM_CONFIG, lambda c: c.update(model_type="emu3")), "model_type", "emu3 zai-org/GLM-Image"),
     (edit_glm(GLM_CONFIG, lambda c: c.pop("image_start_token_id")), "image_start_token_id", "None token"),

@@ -20,6 +20,7 @@ from lantern_rt import Pipeline
 from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, RowParallel, Sampling, SpeculativeJacobi
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.raster import TwoGridLayout
 from lantern_rt.runtime.rows import TokenGrid
 from lantern_rt.runtime.state import Prompt
 from lantern_rt.service import Service
@@ -29,10 +30,13 @@ HALF_GUIDED = Sampling(cfg_scale=2.0, cfg_tokens="50%")
 Known = dict[int, int]  # known tokens by cell
 
 
-def make_row_model(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> ToyModel:
+def make_row_model(rows: int, columns: int, vocabulary: int = 5, ends: bool = False, first_codes: int = 0) -> ToyModel:
     row_end = vocabulary if ends else None
     target = AnyOrderTarget(vocabulary, row_end=row_end)
-    return ToyModel(target, None, 200, image=make_raster_layout(rows * columns, columns, row_end))
+    layout = make_raster_layout(rows * columns, columns, row_end)
+    if first_codes:
+        layout = TwoGridLayout(first_codes + rows * columns, columns, first_grid=(1, first_codes))
+    return ToyModel(target, None, 200, image=layout)
 
 
 def generate_tokens(
@@ -71,17 +75,22 @@ def find_attended_cells(row: int, count: int, columns: int, window: int) -> set[
 def generate_tokens_without_runtime(
     model: ToyModel, prompt: Prompt, window: int, sampling: Sampling, choose_token: Callable[[int, NDArray], int]
 ) -> list[int]:
-    """Return the tokens of an image in raster order; row ends are cells whose token is known before the row's."""
+    """Return the tokens of an image in raster order; row ends are cells whose token is known before the row's.
+
+    Tokens before the grid attend to all before them, and all others attend to these.
+    """
     ends = model.row_end is not None
     columns = model.raster.columns + ends
+    start = model.raster.grid_start
     known: Known = {}
-    count = columns * model.num_codes // model.raster.columns
+    count = start + columns * (model.num_codes - start) // model.raster.columns
     if model.row_end is not None:
         known = dict.fromkeys(range(columns - 1, count, columns), model.row_end)
     codes: list[int] = []
     for cell in (p for p in range(count) if p not in known):
-        row, column = divmod(cell, columns)
-        attended = {p: known[p] for p in find_attended_cells(row, column, columns, window) if p < cell}
+        row, column = divmod(cell - start, columns)
+        visible = {*range(start), *(start + p for p in find_attended_cells(row, column, columns, window))}
+        attended = {p: known[p] for p in visible if p < cell}
         if column == 0 and row > 0 and window < columns:
             attended[cell - 1] = known[cell - 1 if ends else cell - columns + window - 1]
         codes.append(choose_token(len(codes), compute_distribution(model, prompt, attended, sampling, len(codes))))
@@ -90,16 +99,25 @@ def generate_tokens_without_runtime(
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        make_row_model(3, 4),
+        make_row_model(3, 4, ends=True),
+        make_row_model(3, 3, first_codes=3),
+        make_row_model(9, 1, first_codes=1),
+    ],
+    ids=["", "with row ends", "after three tokens", "one column after a token"],
+)
 @given(
     preserved_codes=st.lists(st.sampled_from([-1, 0, 1, 2]), min_size=12, max_size=12).map(np.array),
     window=st.integers(1, 4),
 )
 @settings(max_examples=10, deadline=None)
 def test_preserved_tokens_agree_with_the_simple_implementation(
-    preserved_codes: NDArray[np.int64], window: int, ends: bool, drafts: int
+    preserved_codes: NDArray[np.int64], window: int, model: ToyModel, drafts: int
 ) -> None:
-    model = make_row_model(3, 4, ends=ends)
+    preserved_codes = preserved_codes[: model.num_codes]
     prompt = make_prompt(3, padding=1)
     noise = Noise(5)
 
