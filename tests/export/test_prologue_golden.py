@@ -215,6 +215,8 @@ def test_codes_decode_to_the_recorded_images(tmp_path: Path, arrays: Arrays, ave
     assert_close(images.clip(-1, 1) / 2 + 0.5, arrays["vq_decoded" if averaged else "vq_decoded_live"])
     if not averaged:
         return
+    images = decoder(torch.tensor(TRACES["run0"]["ids"])[:, 5:]).numpy() + half_level
+    assert_close(images.clip(-1, 1) / 2 + 0.5, arrays["run0_image"])
     assert_close(decoder.codebook(codes).numpy(), arrays["vq_code_vectors"])
     x = decoder.input_layer(decoder.codebook(codes))
     for layer, expected in zip(decoder.layers, arrays["vq_layer_hidden"], strict=False):
@@ -224,15 +226,15 @@ def test_codes_decode_to_the_recorded_images(tmp_path: Path, arrays: Arrays, ave
     assert_close(decoder.head(decoder.norm(x)).numpy() + half_level, arrays["vq_patches"])
 
 
-def test_a_picture_encodes_to_the_recorded_codes(prologue_bundle: Path, model: BundleContents, arrays: Arrays) -> None:
+def test_a_picture_encodes_to_the_recorded_codes(prologue_bundle: Path, arrays: Arrays) -> None:
     picture = convert_to_encoder_input(arrays["vq_image_uint8"])
     outputs = GraphFileSession(prologue_bundle / "vq_encoder.onnx").run({"images": picture})
     prologue, cells = np.split(arrays["vq_encoded"], [4])
     assert outputs["codes"].tolist() == [[*(96 + prologue), 120, *cells]]
-    (encoder,) = (graph.module for graph in model.graphs if graph.role == "vq_encoder")
+    encoder: Any = read_prologue(PROLOGUE, PROLOGUE_VQ, config=PROLOGUE_CONFIG).graphs[-2].module
     hidden: list[torch.Tensor] = []
-    for name in ("to_visual", "to_prologue"):
-        encoder.get_submodule(name).register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    for layer in (encoder.to_visual, encoder.to_prologue):
+        layer.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     _, latents = encoder(torch.from_numpy(picture))
     assert_close(torch.cat(hidden, 1).numpy(), arrays["vq_encoder_hidden"])
     assert_close(outputs["pre_quant"], latents.numpy())
