@@ -209,7 +209,8 @@ def get_request_error(bundle: Bundle, options: dict[str, Any]) -> RequestError:
 
 
 def test_edit_options_that_contradict_each_other_are_rejected(bundle: Bundle) -> None:
-    wrong_options: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
+    wrong_options: list[dict[str, Any]] = [{"keep_rows": rows, "image": COLOURS} for rows in (0, 16)]
+    wrong_options += [{"mask": COLOURS}, {"keep_rows": 3}]
     for options in wrong_options:
         assert get_request_error(bundle, options).field == next(iter(options))
 
