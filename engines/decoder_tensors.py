@@ -22,22 +22,22 @@ _MASKED = {np.float32: -1e30, np.float16: -6e4}
 def declare_host_tensors(spec: DecoderSizes) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Declare the inputs, and the outputs, of a decoder graph of a bundle; keys and values come last."""
     nodes = ("rows", "nodes")
-    kv_dtypes: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
+    floats: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = ("rows", spec.num_kv_heads, spec.head_dim)
     read_by_drafter = [
         TensorSpec("input_ids", ("int64",), nodes),
-        TensorSpec("target_hidden", _FLOATS, (*nodes, spec.hidden_size)),
+        TensorSpec("target_hidden", floats, (*nodes, spec.hidden_size)),
     ]
-    read_by_target = [TensorSpec("input_embeds", _FLOATS, (*nodes, spec.hidden_size))]
+    read_by_target = [TensorSpec("input_embeds", floats, (*nodes, spec.hidden_size))]
     inputs = [
         *(read_by_drafter if spec.role == "drafter" else read_by_target),
         TensorSpec("position_ids", ("int64",), nodes),
-        TensorSpec("attention_mask", _FLOATS, ("rows", 1, "nodes", "past + nodes")),
-        *_declare_key_values("past", spec, kv_dtypes, ("past", *entry)),
+        TensorSpec("attention_mask", floats, ("rows", 1, "nodes", "past + nodes")),
+        *_declare_key_values("past", spec, floats, ("past", *entry)),
     ]
-    states = TensorSpec("hidden_states", _FLOATS, (*nodes, spec.hidden_size))
-    logits = TensorSpec("logits", _FLOATS, (*nodes, spec.vocab_size))
-    return inputs, [logits, states, *_declare_key_values("new", spec, kv_dtypes, ("nodes", *entry))]
+    states = TensorSpec("hidden_states", floats, (*nodes, spec.hidden_size))
+    logits = TensorSpec("logits", ("float32",), (*nodes, spec.vocab_size))
+    return inputs, [logits, states, *_declare_key_values("new", spec, floats, ("nodes", *entry))]
 
 
 def declare_device_tensors(

@@ -40,6 +40,7 @@ _INT = 2
 _STRING = 3
 _TENSOR = 4
 _INTS = 7
+MODULATION = ".modulation"  # end of the names of linear layers whose outputs depend only on class and position
 Attribute = int | float | str | Sequence[int] | NDArray[Any]
 
 
@@ -332,12 +333,12 @@ class AdaptiveLayers:
         x = graph.op("Add", x, self.look_up("position_vectors", self.positions))
         for i in range(self.writer.spec.num_layers):
             x = self.write_layer(x, f"layers.{i}")
-        shift, scale = self.write_modulation("norm.modulation", 2)
+        shift, scale = self.write_modulation(f"norm{MODULATION}", 2)
         return graph.op("Mul", self.writer.write_layer_norm(x), scale), shift
 
     def write_layer(self, x: str, name: str) -> str:
         writer = self.writer
-        vectors = self.write_modulation(f"{name}.modulation", 6)
+        vectors = self.write_modulation(f"{name}{MODULATION}", 6)
         shift, scale, gate = vectors[:3]
         x = self.add_gated(x, writer.write_attention_block(self.write_norm(x, shift, scale), name), gate)
         shift, scale, gate = vectors[3:]

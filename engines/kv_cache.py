@@ -86,6 +86,7 @@ class KVCache(BaseKVCache):
 
     # Keys of layer 0, values of layer 0, keys of layer 1, ...; `[columns, rows, num_kv_heads, head_dim]`.
     tensors: list[CacheArray]
+    position_vectors: dict[int, list[CacheArray]] = field(default_factory=dict)  # of `PositionVectors`
 
     @classmethod
     def empty(

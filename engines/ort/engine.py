@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...bundle.manifest import DecoderSizes
+from ...bundle.manifest import DecoderSizes, DecoderSpec
 from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import compute_padded_node_count
 from ..decoder_tensors import build_graph_inputs, check_pass_input, declare_host_tensors, find_kv_dtype
@@ -18,6 +18,7 @@ from ..device_engine import DeviceCache, DeviceEngine
 from ..device_graph import DeviceGraphOptions, make_device_graph
 from ..kv_cache import BaseKVCache, KVCache
 from .device import OrtDevice
+from .position_vectors import PositionVectors
 from .providers import DEFAULT_PROVIDER
 from .session import GraphSession
 
@@ -41,7 +42,13 @@ class OrtEngine:
     ) -> None:
         self.spec = spec
         inputs, outputs = declare_host_tensors(spec)
-        self._graph = GraphSession(path, inputs, outputs, threads, provider)
+        self._vectors = None
+        pass_graph = None
+        if isinstance(spec, DecoderSpec) and spec.architecture.conditions and provider == DEFAULT_PROVIDER:
+            self._vectors = PositionVectors(path, spec, threads)
+            inputs += self._vectors.tensors
+            pass_graph = self._vectors.extract_graph(inputs, outputs)
+        self._graph = GraphSession(path, inputs, outputs, threads, provider, pass_graph)
         self._prefix_graph = self._graph
         if prefix_path is not None:
             # Most weights are the target's. Prepacked, they would take as much memory again, for one pass per image.
@@ -65,6 +72,8 @@ class OrtEngine:
         past_length = check_pass_input(batch, kv_cache, self.spec)
         feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
         feeds.update(zip(self._past, (tensor[:past_length] for tensor in kv_cache.tensors), strict=True))
+        if self._vectors is not None:
+            feeds |= self._vectors.look_up(batch.positions, kv_cache)
         graph = self._graph if batch.embeds is None else self._prefix_graph
         # Outputs of a shape are checked once, as checks take time in every pass.
         checked = graph, batch.attention_mask.shape

@@ -1,4 +1,4 @@
-"""Readers of the external files and the weights of an ONNX graph, without ONNX libraries.
+"""Readers of the external files, the weights and the nodes of an ONNX graph, without ONNX libraries.
 
 A tensor may store its data in another file, which the entry `location` of its `external_data` names. ONNX Runtime
 opens any file that is named there. So a bundle is safe only if its manifest lists all these files.
@@ -123,6 +123,17 @@ def read_graph_weights(path: Path) -> dict[str, StoredTensor]:
                 external_data = (entries["location"], int(entries.get("offset", 0)), int(entries.get("length", 0)))
             weights[name] = StoredTensor(name, data[tensor], shape, dtype, external_data)
     return weights
+
+
+def read_graph_nodes(path: Path) -> tuple[int, list[tuple[bytes, list[str], list[str]]]]:
+    """Return the version of the operator set, and of each node the protobuf message and names of inputs and outputs."""
+    with _open_memory_mapped(path) as (data, model):
+        (version,) = _read_varints(data, _iter_nested_fields(data, model, 8, 2))  # opset_import, version
+        nodes = []
+        for node in _iter_nested_fields(data, model, 7, 1):  # graph, node
+            inputs, outputs = ([data[v].decode() for v in _iter_nested_fields(data, node, i)] for i in (1, 2))
+            nodes.append((data[node], inputs, outputs))
+    return version, nodes
 
 
 @contextmanager

@@ -25,10 +25,12 @@ from guided_logits import make_sampler, mix_guided_logits
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
+from lantern_rt.engines.ort.position_vectors import PositionVectors
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.rar import SAMPLING
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import convert_pixels_to_image
+from lantern_rt.runtime.engine import PassInput
 
 Trace = dict[str, Any]
 PROTOCOL = json.loads((DATA / "rar/protocol.json").read_text())
@@ -155,6 +157,38 @@ def test_codes_of_a_recorded_run_decode_to_the_recorded_image(arrays: Arrays, ra
         np.testing.assert_array_equal(np.asarray(convert_pixels_to_image(pixels)), arrays["run0_uint8"][i])
         recorded = arrays["run0_image"][i] * 2 - 1
         assert_close(np.clip(pixels + np.float32(1 / 255), -1, 1), recorded)
+
+
+def test_vectors_are_computed_once_for_a_block_of_positions(
+    pipe: Pipeline, rar_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare passes at positions of several classes with the whole graph, which computes the vectors in each pass."""
+    last = pipe.bundle.manifest.target.max_positions - 1
+    blocks: list[int] = []
+    compute = PositionVectors._compute_block
+
+    def record(vectors: PositionVectors, block: int) -> Any:
+        blocks.append(block)
+        return compute(vectors, block)
+
+    monkeypatch.setattr(PositionVectors, "_compute_block", record)
+    tokens = np.arange(6).reshape(2, 3)
+    cache = pipe.engines.target.make_cache(2, 3)
+    for positions, expected in (
+        ([[14, 15, 16], [33, 32, 0]], [0, 1, 2]),
+        ([[17, 18, 31], [47, 47, 47]], []),
+        ([[48, 49, 50], [last - 1, last, last]], [3, last // 16]),
+        ([[48, 48, 14], [last, last, last]], [0]),
+    ):
+        mask = np.zeros((2, 3, 67), bool)
+        mask[:, :, 64:] = np.tri(3, dtype=bool)
+        output = pipe.engines.target.run(PassInput(np.array(positions), mask, tokens), cache)
+        embeds = np.load(rar_bundle / "code_embeddings.npy")[tokens]
+        whole = GraphRunner(rar_bundle, rows=2).step(input_embeds=embeds, positions=np.array(positions))
+        assert_close(output.logits[:], whole["logits"])
+        assert_close(output.hidden[:], whole["hidden_states"])
+        assert sorted(blocks) == expected
+        blocks.clear()
 
 
 @pytest.mark.parametrize("row", [0, 1])

@@ -269,7 +269,7 @@ def test_threads_can_share_an_engine_with_separate_caches(tiny_harness: DecoderH
         ({"hidden_size": 32}, "input `input_embeds`"),
         ({"num_kv_heads": 4}, "input `past_key_values.0.key`"),
         ({"vocab_size": 47}, "output `logits`"),
-        ({"dtype": "float16"}, "input `past_key_values.0.key`"),
+        ({"dtype": "float16"}, "input `input_embeds`"),
     ],
 )
 def test_a_graph_that_differs_from_the_manifest_is_rejected(
