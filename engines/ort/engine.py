@@ -1,7 +1,7 @@
 """Decoder engines of ONNX Runtime: one for CPUs, and one for GPUs and other devices.
 
-The engine for CPUs runs the graph in the bundle. The engine for devices runs a graph in the device layout. Several
-threads may use an engine at once if each thread has separate caches.
+The engine for CPUs runs the graph in the bundle, in two parts if it has `PositionVectors`. The engine for devices runs
+a graph in the device layout. Several threads may use an engine at once if each thread has separate caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .session import GraphSession
 
 
 class OrtEngine:
-    """Decoder engine for CPUs, which runs the graph in the bundle.
+    """Decoder engine for CPUs.
 
     ONNX Runtime reads keys and values in place from the NumPy arrays of the cache. `code_embeddings` are the embeddings
     of tokens, `[vocab_size, hidden_size]`, of a target; None: a drafter. The graph at `prefix_path`, if any, runs the
@@ -44,6 +44,7 @@ class OrtEngine:
         inputs, outputs = declare_host_tensors(spec)
         self._vectors = None
         pass_graph = None
+        # OpenVINO, with which it was not tried, runs the whole graph in each pass.
         if isinstance(spec, DecoderSpec) and spec.architecture.conditions and provider == DEFAULT_PROVIDER:
             self._vectors = PositionVectors(path, spec, threads)
             inputs += self._vectors.tensors
