@@ -122,12 +122,32 @@ def drafter(
 
 
 @app.command()
-def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2) -> None:
+def judge(
+    work: Work = DEFAULT_WORK,
+    minutes: Minutes = 8,
+    threads: Threads = 2,
+    new: Annotated[int | None, typer.Option(help="Seed of another judge with new weights, for `reinforce`.")] = None,
+) -> None:
     """Train the judge, a network that checks images against prompts. `lantern-rt eval --agreement` can use its file."""
     from .judge import train_judge
 
     torch.set_num_threads(threads)
-    train_judge(work, minutes)
+    train_judge(work, minutes, new_seed=new)
+
+
+@app.command()
+def reinforce(
+    work: Work = DEFAULT_WORK,
+    minutes: Minutes = 7,
+    threads: Threads = 2,
+    images: Annotated[int, typer.Option(help="Images a step.")] = 1024,
+    device: Device = "cpu",
+) -> None:
+    """Train the distilled target further, by the marks that judges give to the images that it draws."""
+    from .reinforce import reinforce_target
+
+    torch.set_num_threads(threads)
+    reinforce_target(work, minutes, images, device=device)
 
 
 def _print_stage(stage: str, done: int, total: int) -> None:

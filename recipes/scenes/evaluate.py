@@ -16,15 +16,7 @@ from lantern_rt.pipeline import Pipeline
 
 from .data import render_scenes
 from .judge import DetectedScene, compare_attributes, judge, load_judge
-from .vocabulary import (
-    GROUND_PHRASES,
-    PLACE_PHRASES,
-    SKY_PHRASES,
-    Scene,
-    sample_scene,
-    write_caption,
-    write_typed_caption,
-)
+from .vocabulary import Scene, find_unnamed_attributes, sample_scene, write_caption, write_typed_caption
 
 METHODS = ("ar", "eagle", "lantern", "lantern++")
 PROMPT_SEED = 920_000
@@ -153,12 +145,7 @@ def match_attributes(scenes: list[Scene], captions: list[str], verdicts: list[De
     """
     matches = []
     for scene, caption, verdict in zip(scenes, captions, verdicts, strict=True):
-        phrases = {
-            "sky": SKY_PHRASES[scene.sky],
-            "ground": GROUND_PHRASES[scene.ground],
-            "position": PLACE_PHRASES[scene.solids[0].place],
-        }
-        unnamed = {name for name, options in phrases.items() if not any(phrase in caption for phrase in options)}
+        unnamed = find_unnamed_attributes(scene, caption)
         marks = compare_attributes(scene, verdict)
         matches.append({name: mark for name, mark in marks.items() if name not in unnamed})
     return matches

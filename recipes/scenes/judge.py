@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -26,7 +27,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from .data import render_scenes, sample_scenes
-from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene, sample_scene
+from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene, find_unnamed_attributes, sample_scene
 from .vq import load_vq, to_tensor
 
 JUDGE_FILE = "judge.onnx"
@@ -101,6 +102,20 @@ class DetectedScene:
     count: int
 
 
+class RatedImage(NamedTuple):
+    """What a judge thinks of an image.
+
+    Args:
+        probability: probability that the image shows all that its caption names.
+        sky: the sky that the judge finds, one of `SKIES`.
+        position: the third of the image that most surely shows a solid, one of `PLACES`.
+    """
+
+    probability: float
+    sky: str
+    position: str
+
+
 def sample_judge_scene(rng: np.random.Generator) -> Scene:
     """Return a random scene; in half of the scenes 0 .. 3 solids, often alike, stand anywhere, as in wrong images."""
     scene = sample_scene(rng)
@@ -160,7 +175,32 @@ def judge(model: SceneJudge, pictures: NDArray[np.uint8], num_solids: list[int])
     return verdicts
 
 
-def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch: int = 32, seed: int = 4) -> None:
+@torch.no_grad()
+def rate_images(model: SceneJudge, images: Tensor, scenes: list[Scene], captions: list[str]) -> list[RatedImage]:
+    """Rate images `[n, 3, size, size]` in [-1, 1], which should show what their captions name of their scenes."""
+    ratings = []
+    outputs = [logits.softmax(-1).cpu() for logits in model(F.adaptive_avg_pool2d(images, SEEN))]
+    for scene, caption, sky, ground, colours, shapes, count in zip(scenes, captions, *outputs, strict=True):
+        unnamed = find_unnamed_attributes(scene, caption)
+        present = 1 - colours[:, ABSENT]
+        position = int(present.argmax())
+        probability = count[len(scene.solids)]
+        for solid, place in zip(scene.solids, sorted(present.topk(len(scene.solids)).indices.tolist()), strict=True):
+            probability = probability * colours[place, COLOURS.index(solid.colour) + 1] / present[place]
+            probability = probability * shapes[place, SHAPES.index(solid.shape) + 1] / (1 - shapes[place, ABSENT])
+        if "sky" not in unnamed:
+            probability = probability * sky[SKIES.index(scene.sky)]
+        if "ground" not in unnamed:
+            probability = probability * ground[GROUNDS.index(scene.ground)]
+        if len(scene.solids) == 1 and "position" not in unnamed:
+            probability = probability * (PLACES[position] == scene.solids[0].place)
+        ratings.append(RatedImage(max(1e-6, probability.item()), SKIES[int(sky.argmax())], PLACES[position]))
+    return ratings
+
+
+def train_judge(
+    work_folder: Path, minutes: float, num_scenes: int = 8000, batch: int = 32, new_seed: int | None = None
+) -> None:
     """Train the recipe's judge further, write `work_folder/judge.onnx`, and print its accuracy on other scenes.
 
     Args:
@@ -168,8 +208,9 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
         minutes: minutes of training; the learning rate falls to zero over this time.
         num_scenes: number of training scenes.
         batch: number of images per step.
-        seed: seed of the scenes, the weights and the noise.
+        new_seed: train a judge from new weights of this seed on other scenes, and write `judge-<seed>.onnx`.
     """
+    seed = 4 if new_seed is None else new_seed
     torch.manual_seed(seed)
     vq = load_vq(work_folder)
     size = vq.config.image_size
@@ -184,7 +225,7 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
             parts.append(_to_uint8_images(_to_judge_input(rendered)))
     pictures = np.concatenate(parts)
     targets = make_class_labels(scenes)
-    model = load_judge().train()
+    model = (load_judge() if new_seed is None else SceneJudge()).train()
     optimiser = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
     start = last_print = time.monotonic()
     step = 0
@@ -211,7 +252,7 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
     model.eval()
     fresh_scenes = sample_scenes(1000, FRESH_SEED)
     accuracy = measure_judge_accuracy(model, fresh_scenes, render_scenes(fresh_scenes, size))
-    save_judge(model, work_folder / JUDGE_FILE)
+    save_judge(model, work_folder / (JUDGE_FILE if new_seed is None else f"judge-{seed}.onnx"))
     print("judge done: " + "  ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
 
 
@@ -255,9 +296,9 @@ def compare_attributes(scene: Scene, verdict: DetectedScene) -> dict[str, bool]:
     return marks
 
 
-def load_judge(work_folder: Path | None = None) -> SceneJudge:
+def load_judge(work_folder: Path | None = None, name: str = JUDGE_FILE) -> SceneJudge:
     """Load the judge of a work folder, or the judge of the recipe if the folder has none."""
-    trained = work_folder / JUDGE_FILE if work_folder else None
+    trained = work_folder / name if work_folder else None
     stored = _read_judge_weights(onnx.load(trained if trained and trained.exists() else SHIPPED_JUDGE))
     model = SceneJudge()
     state = model.state_dict()

@@ -143,6 +143,14 @@ def write_typed_caption(scene: Scene, rng: np.random.Generator) -> str:
     return f"{words} {_pick(rng, GROUND_PHRASES[scene.ground])}" if rng.random() < 0.75 else words
 
 
+def find_unnamed_attributes(scene: Scene, caption: str) -> set[str]:
+    """Return which of `sky`, `ground` and `position` a caption does not name; a pair of solids has no position."""
+    phrases = {"sky": SKY_PHRASES[scene.sky], "ground": GROUND_PHRASES[scene.ground]}
+    if len(scene.solids) == 1:
+        phrases["position"] = PLACE_PHRASES[scene.solids[0].place]
+    return {name for name, options in phrases.items() if not any(phrase in caption for phrase in options)}
+
+
 def vocabulary() -> list[str]:
     """Return all words of the templates, sorted. They are the only words that the model knows."""
     groups: list[object] = [SHAPES, COLOURS, SIZES, FINISHES, LEFT_OF, RIGHT_OF, BESIDE, ("a", "an", "one")]

@@ -18,8 +18,14 @@ torch = pytest.importorskip("torch")
 
 from lantern_rt.train.muon import orthogonalise  # noqa: E402
 from recipes.scenes.data import render_scenes, sample_scenes  # noqa: E402
-from recipes.scenes.evaluate import evaluate_bundle  # noqa: E402
-from recipes.scenes.judge import DetectedScene, compare_attributes, load_judge, measure_judge_accuracy  # noqa: E402
+from recipes.scenes.evaluate import evaluate_bundle, sample_prompts  # noqa: E402
+from recipes.scenes.judge import (  # noqa: E402
+    DetectedScene,
+    compare_attributes,
+    load_judge,
+    measure_judge_accuracy,
+    rate_images,
+)
 from recipes.scenes.model import CONFIG, ScenesTarget  # noqa: E402
 from recipes.scenes.render import SIZE, render  # noqa: E402
 from recipes.scenes.restore import restore_work_folder  # noqa: E402
@@ -32,6 +38,7 @@ from recipes.scenes.vocabulary import (  # noqa: E402
     vocabulary,
     write_caption,
 )
+from recipes.scenes.vq import to_tensor  # noqa: E402
 
 
 def test_every_caption_has_known_words_and_is_short_enough() -> None:
@@ -146,6 +153,18 @@ def test_the_judge_recognizes_attributes_of_rendered_scenes() -> None:
     accuracy = measure_judge_accuracy(load_judge(), scenes, render_scenes(scenes))
     assert min(accuracy.values()) >= 0.9
     assert accuracy["sky"] == accuracy["ground"] == accuracy["colour"] == 1
+
+
+def test_the_judge_rates_images_by_what_their_captions_name() -> None:
+    scenes, captions = sample_prompts(40)
+    images = to_tensor(render_scenes(scenes))
+    ratings = rate_images(load_judge(), images, scenes, captions)
+    assert np.mean([rating.probability > 0.7 for rating in ratings]) > 0.9
+    assert [rating.sky for rating in ratings] == [scene.sky for scene in scenes]
+    single = [(rating.position, scene.solids[0].place) for rating, scene in zip(ratings, scenes, strict=True)]
+    assert all(found == place for (found, place), scene in zip(single, scenes, strict=True) if len(scene.solids) == 1)
+    others = rate_images(load_judge(), images.roll(1, 0), scenes, captions)
+    assert np.mean([rating.probability < 0.05 for rating in others]) > 0.9
 
 
 def test_an_evaluation_reports_methods_judge_and_tokenizer(tmp_path: Path) -> None:

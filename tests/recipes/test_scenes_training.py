@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from refusals import catch_error
 from safetensors.torch import load_file
@@ -18,11 +20,13 @@ from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
 from recipes.scenes import distil as distil_module  # noqa: E402
+from recipes.scenes import reinforce as reinforce_module  # noqa: E402
 from recipes.scenes import vq as vq_module  # noqa: E402
 from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
 from recipes.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
 from recipes.scenes.distil import compute_kl_divergence, distil_guidance  # noqa: E402
 from recipes.scenes.drafter import open_target_bundle, train_drafter, write_samples  # noqa: E402
+from recipes.scenes.judge import RatedImage, SceneJudge, save_judge  # noqa: E402
 from recipes.scenes.model import CONFIG, SIZES, ScenesTarget  # noqa: E402
 from recipes.scenes.restore import restore_work_folder  # noqa: E402
 from recipes.scenes.rounding import round_layer  # noqa: E402
@@ -30,6 +34,7 @@ from recipes.scenes.sharpen import sharpen_vq_decoder  # noqa: E402
 from recipes.scenes.stopwatch import Stopwatch  # noqa: E402
 from recipes.scenes.target import compute_token_losses, load_target, train_target  # noqa: E402
 from recipes.scenes.text import SLOTS  # noqa: E402
+from recipes.scenes.vocabulary import find_unnamed_attributes  # noqa: E402
 from recipes.scenes.vq import VQ_SIZES, ScenesVQConfig, load_vq, train_vq  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bfloat16")
@@ -54,7 +59,7 @@ class FakeStopwatch(Stopwatch):
 
 @pytest.fixture(autouse=True)
 def fake_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("vq", "target", "sharpen", "distil"):
+    for module in ("vq", "target", "sharpen", "distil", "reinforce"):
         monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", FakeStopwatch)
     monkeypatch.setattr(vq_module, "POOL", 8)
     monkeypatch.setattr(vq_module, "SEATED", 2)
@@ -173,6 +178,57 @@ def test_a_student_learns_the_guided_logits_of_the_teacher(
     torch.testing.assert_close(load_target(work_folder, "guided.pt").state_dict(), teacher.state_dict())
     distil_guidance(work_folder, 4)
     assert capsys.readouterr().out.endswith("the student has had its 4 minutes\n")
+
+
+def test_images_drawn_for_reinforcement_follow_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reinforce_module, "TEMPERATURE", 1e-7)  # so low that the most likely code is drawn
+    torch.manual_seed(0)
+    target = ScenesTarget(torch.randn(32, 8), replace(TINY, vocab_size=32)).eval()
+    captions = torch.randint(2, 50, (3, SLOTS))
+    codes = reinforce_module.sample_codes(target, captions)
+    logits = target.logits(captions, codes)
+    chosen = logits.gather(-1, codes[..., None])[..., 0]
+    torch.testing.assert_close(chosen, logits.amax(-1))
+    assert len(codes.unique()) > 3
+
+
+def test_reinforcement_makes_rewarded_images_more_likely(
+    work_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = []
+    sample_codes = reinforce_module.sample_codes
+
+    def remember_codes(*arguments: torch.Tensor) -> torch.Tensor:
+        drawn.append(sample_codes(*arguments))
+        return drawn[-1]
+
+    def rate_low_codes(*_: object) -> list[RatedImage]:
+        return [RatedImage(float(share), "night", "left") for share in (drawn[-1] < 16).float().mean(1)]
+
+    monkeypatch.setattr(reinforce_module, "sample_codes", remember_codes)
+    monkeypatch.setattr(reinforce_module, "rate_images", rate_low_codes)
+    torch.manual_seed(0)
+    first = save_target(work_folder, replace(TINY, vocab_size=32))
+    no_judges = catch_error(CheckpointError, lambda: reinforce_module.reinforce_target(work_folder, 1))
+    assert no_judges.field == "judge-*.onnx"
+    save_judge(SceneJudge(), work_folder / "judge-1.onnx")
+    reinforce_module.reinforce_target(work_folder, minutes=0.5, images=64, lr=0.003)
+    shares = [(codes < 16).float().mean().item() for codes in drawn]
+    assert shares[-1] > shares[0] + 0.1, shares
+    assert "reinforce done" in capsys.readouterr().out
+    assert not torch.equal(load_target(work_folder).slots, first.slots)
+
+
+def test_skies_and_places_that_were_rare_are_rewarded() -> None:
+    scenes, captions = reinforce_module.sample_groups(60, np.random.default_rng(0))
+    ratings = [RatedImage(1.0, "night" if i % 8 else "clear", "left" if i % 8 else "right") for i in range(len(scenes))]
+    spreads = {"sky": Counter({"clear": 0.0, "night": 0.0}), "position": Counter({"left": 0.0, "right": 0.0})}
+    bonus = reinforce_module.compute_spread_bonus(ratings, scenes, captions, spreads)
+    unnamed = [find_unnamed_attributes(*pair) for pair in zip(scenes, captions, strict=True)]
+    silent = torch.tensor([bool(names & {"sky", "position"}) for names in unnamed])
+    rare = torch.arange(len(scenes)) % 8 == 0
+    assert (bonus[~silent] == 0).all()
+    assert bonus[silent & rare].min() > 0.1 > 0 > bonus[silent & ~rare].max()
 
 
 def test_a_target_of_another_size_is_exported_and_restored(tokenizer_folder: Path, tmp_path: Path) -> None:
