@@ -58,7 +58,6 @@ def reinforce_target(
     Raises:
         CheckpointError: the work folder has no judges.
     """
-    torch.set_flush_denormal(True)
     torch.manual_seed(12)
     vq = load_vq(work_folder).to(device)
     judges = [load_judge(work_folder, path.name).to(device) for path in sorted(work_folder.glob("judge-*.onnx"))]

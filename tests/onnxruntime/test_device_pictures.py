@@ -85,8 +85,8 @@ def test_graphs_for_devices_generate_the_same_tokens(
         assert abs(passes - cpu_passes) <= 1, "the drafts differ"
     if options["method"] not in ("ar", "rows:window=3"):
         assert (
-            len({tuple(sequence.statistics.accepted_per_step) for sequence in sequences}) == 3
-        )  # the images accepted different numbers of drafts
+            len({tuple(sequence.statistics.accepted_per_step) for sequence in sequences}) > 1
+        )  # not all images accepted the same numbers of drafts
     (single_sequence,) = generate_sequences(device_pipe, [1], options)
     assert single_sequence.codes == sequences[1].codes
 

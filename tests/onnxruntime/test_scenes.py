@@ -84,7 +84,7 @@ def test_exact_methods_generate_the_tokens_of_ar_in_batches(results_by_method: R
 
 def test_a_seed_gives_the_same_tokens_with_every_onnx_runtime(results_by_method: ResultsByMethod) -> None:
     digests = [sha256(codes.tobytes()).hexdigest()[:16] for codes in results_by_method["ar"].codes]
-    assert digests == ["7b8486f0a8d25da9", "42da9a1f938bc652"]  # `.ci/run` checks the lowest and the newest release
+    assert digests == ["3d544c6198e0a242", "187f4e63af9b9894"]  # `.ci/run` checks the lowest and the newest release
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}, {"temperature": 0}], ids=str)

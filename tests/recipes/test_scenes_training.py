@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -58,11 +59,13 @@ class FakeStopwatch(Stopwatch):
 
 
 @pytest.fixture(autouse=True)
-def fake_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_stopwatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in ("vq", "target", "sharpen", "distil", "reinforce"):
         monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", FakeStopwatch)
     monkeypatch.setattr(vq_module, "POOL", 8)
     monkeypatch.setattr(vq_module, "SEATED", 2)
+    yield
+    torch.set_flush_denormal(False)  # other tests need denormal numbers
 
 
 @pytest.fixture
