@@ -81,9 +81,7 @@ def reinforce_target(
         # The geometric mean of the judges' probabilities.
         rewards = torch.tensor([[image.probability for image in rated] for rated in ratings]).log().mean(0).exp()
         rewards += compute_spread_bonus(ratings[0], scenes, captions, spreads)
-        grouped = rewards.view(-1, GROUP)
-        # A group's mean without the image itself, so that an image does not lower its own advantage.
-        advantages = ((grouped - grouped.mean(1, keepdim=True)) * GROUP / (GROUP - 1)).flatten().to(device)
+        advantages = compute_advantages(rewards).to(device)
         adam.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, 2.5 * (1 - progress))
         divergences = []
         for rows in torch.randperm(images, device=device).chunk(UPDATES):
@@ -98,12 +96,8 @@ def reinforce_target(
             update_average(average, model, min(0.97, (2 * step + 1) / (2 * step + 10)))
         step += 1
         if step % 10 == 0:
-            seconds = watch.seconds()
-            print(
-                f"reinforce {seconds:4.0f} s  step {step}  reward {rewards.mean():.3f}"
-                f"  {torch.stack(divergences).mean():.2f} nats from the first target",
-                flush=True,
-            )
+            divergence = torch.stack(divergences).mean()
+            print(f"reinforce step {step}  reward {rewards.mean():.3f}  divergence {divergence:.2f} nats", flush=True)
     state = {"model": average.state_dict(), "seen": step * images, "config": asdict(model.config)}
     save_checkpoint(work_folder / "target.pt", state | {"cfg_scale": 1.0})
     print(f"reinforce done: {step} steps")
@@ -121,15 +115,7 @@ def sample_groups(count: int, rng: np.random.Generator) -> tuple[list[Scene], li
 
 @torch.no_grad()
 def sample_codes(target: ScenesTarget, captions: Tensor) -> Tensor:
-    """Sample images at the bundle's temperature.
-
-    Args:
-        target: target without guidance.
-        captions: word ids, int64 `[images, 24]`.
-
-    Returns:
-        Codes, int64 `[images, 256]`.
-    """
+    """Sample codes `[images, 256]` at the bundle's temperature, for word ids of captions `[images, 24]`."""
     decoder, embeddings = target.fold_code_tables()
     config = target.config
     embeds = target.prefix(captions)  # [images, nodes, width]
@@ -154,11 +140,8 @@ def compute_spread_bonus(
 ) -> Tensor:
     """Compute rewards `[images]` for skies and places that captions leave open and that were rare in recent steps.
 
-    Without them the target would always choose the sky and the place with which it fails least.
-
-    Args:
-        ratings: what a judge finds in the images.
-        spreads: how often each sky and each place was found, with half the weight for each step back; updated.
+    Without them the target would always choose the sky and the place with which it fails least. `spreads` counts the
+    skies and places of recent steps, each step half as much as the next, and is updated.
     """
     bonus = torch.zeros(len(ratings))
     for name, counts in spreads.items():
@@ -175,21 +158,16 @@ def compute_spread_bonus(
     return bonus
 
 
+def compute_advantages(rewards: Tensor) -> Tensor:
+    """Return by how much each reward `[images]` exceeds the mean of the other images of its group."""
+    grouped = rewards.view(-1, GROUP)
+    return ((grouped - grouped.mean(1, keepdim=True)) * GROUP / (GROUP - 1)).flatten()
+
+
 def compute_loss(
     model: ScenesTarget, first: ScenesTarget, captions: Tensor, codes: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of images that `model` drew.
-
-    Args:
-        model: target in training.
-        first: target from which `model` should not move far.
-        captions: word ids, int64 `[images, 24]`.
-        codes: image tokens, int64 `[images, 256]`.
-        advantages: rewards above the mean of the group, `[images]`.
-
-    Returns:
-        The loss, and the mean Kullback-Leibler divergence from `first` in nats per image, without gradient.
-    """
+    """Compute the loss of images that `model` drew, and the divergence from `first` in nats per image."""
     with torch.no_grad():
         first_log_probs = (first.logits(captions, codes).float() / TEMPERATURE).log_softmax(-1)
     log_probs = (model.logits(captions, codes).float() / TEMPERATURE).log_softmax(-1)
