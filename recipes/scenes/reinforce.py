@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -67,7 +66,7 @@ def reinforce_target(
     model = copy.deepcopy(first).train()
     average = copy.deepcopy(first)
     adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.0)
-    spreads = {"sky": Counter(dict.fromkeys(SKIES, 50.0)), "position": Counter(dict.fromkeys(PLACES, 50.0))}
+    spreads = {"sky": dict.fromkeys(SKIES, 50.0), "position": dict.fromkeys(PLACES, 50.0)}
     watch = Stopwatch(device)
     step = 0
     while (progress := watch.seconds() / (60 * minutes)) < 1:
@@ -121,7 +120,7 @@ def sample_codes(target: ScenesTarget, captions: Tensor) -> Tensor:
     embeds = target.prefix(captions)  # [images, nodes, width]
     empty = embeds.new_zeros(0, len(captions), config.num_kv_heads, config.head_dim)
     past = [empty] * (2 * config.num_layers)
-    codes = []
+    codes: list[Tensor] = []
     while len(codes) < GRID * GRID:
         start, nodes = len(past[0]), embeds.shape[1]
         positions = torch.arange(start, start + nodes, device=embeds.device).expand(len(captions), -1)
@@ -136,7 +135,7 @@ def sample_codes(target: ScenesTarget, captions: Tensor) -> Tensor:
 
 
 def compute_spread_bonus(
-    ratings: Sequence[RatedImage], scenes: list[Scene], captions: list[str], spreads: dict[str, Counter[str]]
+    ratings: Sequence[RatedImage], scenes: list[Scene], captions: list[str], spreads: dict[str, dict[str, float]]
 ) -> Tensor:
     """Compute rewards `[images]` for skies and places that captions leave open and that were rare in recent steps.
 
@@ -151,10 +150,10 @@ def compute_spread_bonus(
             if name in find_unnamed_attributes(scene, caption)
         }
         for value in counts:
-            counts[value] /= 2
-        counts.update(found.values())
+            counts[value] = counts[value] / 2 + [*found.values()].count(value)
+        total = sum(counts.values())
         for i, value in found.items():
-            bonus[i] = bonus[i] - SPREAD_WEIGHT * math.log(max(0.03, counts[value] / counts.total()) * len(counts))
+            bonus[i] = bonus[i] - SPREAD_WEIGHT * math.log(max(0.03, counts[value] / total) * len(counts))
     return bonus
 
 

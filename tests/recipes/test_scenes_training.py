@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -225,7 +224,7 @@ def test_reinforcement_makes_rewarded_images_more_likely(
 def test_skies_and_places_that_were_rare_are_rewarded() -> None:
     scenes, captions = reinforce_module.sample_groups(60, np.random.default_rng(0))
     ratings = [RatedImage(1.0, "night" if i % 8 else "clear", "left" if i % 8 else "right") for i in range(len(scenes))]
-    spreads = {"sky": Counter({"clear": 0.0, "night": 0.0}), "position": Counter({"left": 0.0, "right": 0.0})}
+    spreads = {"sky": {"clear": 0.0, "night": 0.0}, "position": {"left": 0.0, "right": 0.0}}
     bonus = reinforce_module.compute_spread_bonus(ratings, scenes, captions, spreads)
     unnamed = [find_unnamed_attributes(*pair) for pair in zip(scenes, captions, strict=True)]
     silent = torch.tensor([bool(names & {"sky", "position"}) for names in unnamed])
