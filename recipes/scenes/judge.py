@@ -13,6 +13,7 @@ a copy of the graph with other weights.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,17 +185,18 @@ def rate_images(model: SceneJudge, images: Tensor, scenes: list[Scene], captions
         unnamed = find_unnamed_attributes(scene, caption)
         present = 1 - colours[:, ABSENT]
         position = int(present.argmax())
-        probability = count[len(scene.solids)]
+        factors = [count[len(scene.solids)]]
         for solid, place in zip(scene.solids, sorted(present.topk(len(scene.solids)).indices.tolist()), strict=True):
-            probability = probability * colours[place, COLOURS.index(solid.colour) + 1] / present[place]
-            probability = probability * shapes[place, SHAPES.index(solid.shape) + 1] / (1 - shapes[place, ABSENT])
+            factors.append(colours[place, COLOURS.index(solid.colour) + 1] / present[place])
+            factors.append(shapes[place, SHAPES.index(solid.shape) + 1] / (1 - shapes[place, ABSENT]))
         if "sky" not in unnamed:
-            probability = probability * sky[SKIES.index(scene.sky)]
+            factors.append(sky[SKIES.index(scene.sky)])
         if "ground" not in unnamed:
-            probability = probability * ground[GROUNDS.index(scene.ground)]
-        if len(scene.solids) == 1 and "position" not in unnamed:
-            probability = probability * (PLACES[position] == scene.solids[0].place)
-        ratings.append(RatedImage(max(1e-6, probability.item()), SKIES[int(sky.argmax())], PLACES[position]))
+            factors.append(ground[GROUNDS.index(scene.ground)])
+        probability = math.prod(map(float, factors))
+        if len(scene.solids) == 1 and "position" not in unnamed and PLACES[position] != scene.solids[0].place:
+            probability = 0.0
+        ratings.append(RatedImage(max(1e-6, probability), SKIES[int(sky.argmax())], PLACES[position]))
     return ratings
 
 

@@ -115,8 +115,8 @@ def sample_groups(count: int, rng: np.random.Generator) -> tuple[list[Scene], li
 @torch.no_grad()
 def sample_codes(target: ScenesTarget, captions: Tensor) -> Tensor:
     """Sample codes `[images, 256]` at the bundle's temperature, for word ids of captions `[images, 24]`."""
-    decoder, embeddings = target.fold_code_tables()
-    config = target.config
+    config, decoder = target.config, target.decoder
+    embeddings, head = target.code_embedding(), target.code_head().T
     embeds = target.prefix(captions)  # [images, nodes, width]
     empty = embeds.new_zeros(0, len(captions), config.num_kv_heads, config.head_dim)
     past = [empty] * (2 * config.num_layers)
@@ -125,11 +125,11 @@ def sample_codes(target: ScenesTarget, captions: Tensor) -> Tensor:
         start, nodes = len(past[0]), embeds.shape[1]
         positions = torch.arange(start, start + nodes, device=embeds.device).expand(len(captions), -1)
         mask = embeds.new_full((1, 1, nodes, start + nodes), -torch.inf).triu(start + 1)
-        logits, _, *new = decoder(embeds, positions, mask, *past)
+        hidden, new = decoder.run_layers(embeds, positions, mask, past)
         past = [torch.cat(pair) for pair in zip(past, new, strict=True)]
-        last = logits[:, -1].float() / TEMPERATURE
+        logits = (decoder.norm(hidden[:, -1]) @ head).float() / TEMPERATURE
         # The largest sum of logit and Gumbel noise is a sample.
-        codes.append((last - torch.empty_like(last).exponential_().log()).argmax(-1))
+        codes.append((logits - torch.empty_like(logits).exponential_().log()).argmax(-1))
         embeds = embeddings[codes[-1]][:, None]
     return torch.stack(codes, 1)
 

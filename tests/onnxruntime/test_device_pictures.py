@@ -21,7 +21,7 @@ from lantern_rt.runtime.state import ImageSequence
 
 CODES_PER_IMAGE = 48  # three grid rows of 16 codes
 LAYOUT = RasterLayout(CODES_PER_IMAGE, 16)
-PROMPTS = ["a red sphere on sand", "a blue cube on grass at night", "a cone"]
+PROMPTS = ["a red sphere on sand", "a blue cube on grass at night", "a cone under an overcast sky"]
 SEEDS = [3, 4, 5]  # no logits of these images are so close that rounding could change a token
 FILTER_OPTIONS = {"temperature": 0.8, "top_k": 200, "top_p": 0.95}
 METHOD_OPTIONS: list[dict[str, Any]] = [
@@ -85,8 +85,8 @@ def test_graphs_for_devices_generate_the_same_tokens(
         assert abs(passes - cpu_passes) <= 1, "the drafts differ"
     if options["method"] not in ("ar", "rows:window=3"):
         assert (
-            len({tuple(sequence.statistics.accepted_per_step) for sequence in sequences}) > 1
-        )  # not all images accepted the same numbers of drafts
+            len({tuple(sequence.statistics.accepted_per_step) for sequence in sequences}) == 3
+        )  # the images accepted different numbers of drafts
     (single_sequence,) = generate_sequences(device_pipe, [1], options)
     assert single_sequence.codes == sequences[1].codes
 

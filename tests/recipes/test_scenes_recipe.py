@@ -161,8 +161,8 @@ def test_the_judge_rates_images_by_what_their_captions_name() -> None:
     ratings = rate_images(load_judge(), images, scenes, captions)
     assert np.mean([rating.probability > 0.7 for rating in ratings]) > 0.9
     assert [rating.sky for rating in ratings] == [scene.sky for scene in scenes]
-    single = [(rating.position, scene.solids[0].place) for rating, scene in zip(ratings, scenes, strict=True)]
-    assert all(found == place for (found, place), scene in zip(single, scenes, strict=True) if len(scene.solids) == 1)
+    places = [{solid.place for solid in scene.solids} for scene in scenes]
+    assert all(rating.position in found for rating, found in zip(ratings, places, strict=True))
     others = rate_images(load_judge(), images.roll(1, 0), scenes, captions)
     assert np.mean([rating.probability < 0.05 for rating in others]) > 0.9
 
